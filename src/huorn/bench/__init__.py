@@ -1,0 +1,1 @@
+"""Speed, measured the same way each time."""

@@ -1,0 +1,60 @@
+"""What a checkpoint folder holds, from config, index and headers alone: for loading and for verifying."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from huorn.checkpoint.config import ModelConfig, read_config
+from huorn.checkpoint.names import Layout
+from huorn.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
+from huorn.checkpoint.shards import open_shard, promised_tensors, refuse_other_kinds
+from huorn.checkpoint.tensor_check import find_layout, tensor_problems
+from huorn.errors import CheckpointError
+
+_MOST_PROBLEMS = 1000
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Opened files of a checkpoint, by name. Without problems it can be loaded and `layout` is known."""
+
+    config: ModelConfig
+    layout: Layout | None
+    files: Mapping[str, SafetensorsFile]
+    infos: Mapping[str, TensorInfo]
+    problems: tuple[str, ...]
+
+
+def read_contents(directory: Path) -> Contents:
+    """Opens every shard and compares names, shapes and dtypes with the table of names.py; reads no tensor.
+
+    Problems of single shards and tensors are collected, a thousand at most. Raises CheckpointError when the
+    folder is of another kind, or its config or index can not be used.
+    """
+    refuse_other_kinds(directory)
+    config = read_config(directory)
+    files: dict[str, SafetensorsFile] = {}
+    problems: list[str] = []
+    for shard, promised in promised_tensors(directory).items():
+        try:
+            files[shard] = open_shard(directory, shard, promised)
+        except CheckpointError as error:
+            problems.append(str(error))
+    infos = {name: info for file in files.values() for name, info in file.infos.items()}
+    layout: Layout | None = None
+    if not problems:
+        try:
+            layout = find_layout(infos)
+        except CheckpointError as error:
+            problems.append(f"{directory}: {error}")
+    if layout is not None:
+        if (
+            "lm_head.weight" in infos
+        ):  # as transformers does: a stored lm_head is used, whatever config.json says
+            config = config.model_copy(update={"tie_word_embeddings": False})
+        found = tensor_problems(config, layout, infos)
+        problems += [f"{directory}: {problem}" for problem in islice(found, _MOST_PROBLEMS)]
+    return Contents(config, layout, files, infos, tuple(problems))

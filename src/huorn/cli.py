@@ -1,0 +1,181 @@
+"""The command line: one function per command, no logic.
+
+Heavy modules are imported inside the commands: `import torch` alone takes 1.5 s, which --help and bad usage need not wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from huorn import cli_options as opt
+from huorn.errors import HuornError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Run Qwen3.5 / Qwen3.6 mixture-of-experts models on one machine.",
+)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
+app.add_typer(bench_app, name="bench")
+
+
+@app.command()
+def run(
+    prompt: opt.Prompt,
+    model: opt.Model = None,
+    max_tokens: opt.MaxTokens = 256,
+    temperature: opt.Temperature = 0.0,
+    top_k: opt.TopK = 0,
+    top_p: opt.TopP = 1.0,
+    min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    presence_penalty: opt.PresencePenalty = 0.0,
+    frequency_penalty: opt.FrequencyPenalty = 0.0,
+    stop: opt.Stop = None,
+    seed: opt.Seed = None,
+    context: opt.ContextTokens = None,
+    threads: opt.Threads = None,
+    precision: opt.PrecisionChoice = "bf16",
+    json: opt.Json = None,
+) -> None:
+    """Continue a prompt: the text goes to stdout as it is generated, a line with speed and memory to stderr."""
+    from huorn.commands.model_choice import ModelChoice
+    from huorn.commands.run import run as command
+    from huorn.engine.sampling import SamplingSettings
+
+    sampling = SamplingSettings(
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, _seed(seed)
+    )
+    command(prompt, ModelChoice(model, context, threads, precision), sampling, max_tokens, stop or [], json)
+
+
+@app.command()
+def chat(
+    model: opt.Model = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    load: Annotated[Path | None, typer.Option(help="Go on with a conversation that /save wrote.")] = None,
+    think: Annotated[bool | None, typer.Option(help="Let the model think first; by default its template decides.")] = None,
+    max_tokens: opt.MaxTokens = 1024,
+    temperature: opt.Temperature = 0.7,
+    top_k: opt.TopK = 20,
+    top_p: opt.TopP = 0.8,
+    min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    presence_penalty: opt.PresencePenalty = 0.0,
+    frequency_penalty: opt.FrequencyPenalty = 0.0,
+    stop: opt.Stop = None,
+    seed: opt.Seed = None,
+    context: opt.ContextTokens = None,
+    threads: opt.Threads = None,
+    precision: opt.PrecisionChoice = "bf16",
+    json: opt.Json = None,
+) -> None:
+    """Talk with a model, line by line. /reset forgets, /save FILE writes, /quit ends; Ctrl-C stops an answer."""
+    from huorn.commands.chat import chat as command
+    from huorn.commands.model_choice import ModelChoice
+    from huorn.engine.conversation import AnswerSettings
+    from huorn.engine.sampling import SamplingSettings
+
+    sampling = SamplingSettings(
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, _seed(seed)
+    )
+    settings = AnswerSettings(sampling, max_tokens, tuple(stop or ()), think)
+    command(ModelChoice(model, context, threads, precision), settings, system, load, json)
+
+
+@app.command()
+def doctor(
+    disk: Annotated[Path, typer.Option(help="A folder on the disk to measure.")] = Path(),
+    json: opt.Json = None,
+) -> None:
+    """Show what this machine has (cores, instruction sets, RAM, disk speed, GPUs) and what would run on it."""
+    from huorn.commands.doctor import doctor as command
+
+    command(disk, json)
+
+
+@app.command()
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a checkpoint.")],
+    manifest: Annotated[Path | None, typer.Option(help="SHA-256 sums to compare with. Default: one in the folder.")] = None,
+    json: opt.Json = None,
+) -> None:
+    """Check every tensor of a checkpoint: present, shape, dtype, readable; checksums against a manifest."""
+    from huorn.commands.verify import verify as command
+
+    command(directory, manifest, json)
+
+
+@app.command()
+def synth(
+    preset: Annotated[str, typer.Option(help="Which release to imitate, such as qwen3.5-35b-a3b-fp8.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="A new or empty folder.")],
+    layers: Annotated[int | None, typer.Option(help="Decoder layers. Default: as in the release.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes on every machine.")] = 0,
+    manifest: Annotated[bool, typer.Option("--manifest", help="Also write SHA-256 sums for huorn verify.")] = False,
+) -> None:
+    """Write a synthetic checkpoint: random weights in the exact layout of a release."""
+    from huorn.commands.synth import synth as command
+
+    command(preset, out, layers, seed, manifest)
+
+
+@bench_app.command("decode")
+def bench_decode(
+    model: opt.Model = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of prompt.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate, exactly.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Timed runs, after one to warm up.")] = 5,
+    context: opt.ContextTokens = None,
+    threads: opt.Threads = None,
+    precision: opt.PrecisionChoice = "bf16",
+    json: opt.Json = None,
+) -> None:
+    """Measure prefill and decode speed: median, minimum and maximum over several runs."""
+    from huorn.commands.bench_decode import bench_decode as command
+    from huorn.commands.model_choice import ModelChoice
+
+    command(ModelChoice(model, context, threads, precision), prompt_tokens, max_tokens, repeats, json)
+
+
+def _seed(seed: int | None) -> int:
+    """Without --seed one is drawn here, so that --json can say which and the text can be had again."""
+    return secrets.randbits(32) if seed is None else seed
+
+
+def main() -> NoReturn:
+    """Run the command line; every error that a user can cause is one line on stderr and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except HuornError as error:
+        _fail(str(error))
+    except TyperException as error:  # a bad option or argument; empty when help was printed instead
+        _fail(error.format_message())
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)  # 128 + SIGINT, as shells report it
+    except BrokenPipeError:
+        # The reader of stdout (or stderr) has gone, as in `huorn run ... | head -1`. Python would complain when it flushes at exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, sys.stderr.fileno())
+        sys.exit(141)  # 128 + SIGPIPE
+    sys.exit(code)
+
+
+def _fail(message: str) -> NoReturn:
+    if message:
+        print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Standard streams and JSON files, so that a pipe gets exact text and a mistake is found before work starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from huorn.errors import UsageError
+
+# C0 and C1 controls but tab and newline: on a terminal they could move the cursor, rename the window or paste commands.
+_CONTROLS = {code: 0x2400 + code if code < 0x20 else "\N{SYMBOL FOR DELETE}" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"
+             for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}  # fmt: skip
+
+
+class ModelText:
+    """Writes text that a model generated to stdout at once: exact UTF-8 into a pipe or file, control characters shown on a terminal."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._ends_line = True
+
+    def write(self, piece: str) -> None:
+        """Write and flush `piece`. Raises BrokenPipeError when the reader has gone."""
+        self._ends_line = piece.endswith("\n") if piece else self._ends_line
+        text = piece.translate(_CONTROLS) if self._terminal else piece
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
+
+    def close_line(self) -> None:
+        """End an unfinished line, on stderr, so that stdout holds the model's text and nothing else."""
+        if not self._ends_line:
+            print(file=sys.stderr)
+            self._ends_line = True
+
+
+def note(line: str) -> None:
+    """Print one line about the work to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def read_stdin() -> str:
+    """Return all of stdin, unchanged. Raises UsageError when it is not UTF-8."""
+    return decode_utf8(sys.stdin.buffer.read(), "stdin")
+
+
+def decode_utf8(data: bytes, origin: str) -> str:
+    """Return `data` as text. Raises UsageError that names `origin` and the byte at fault."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{origin} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from error
+
+
+def check_json_path(path: Path | None) -> None:
+    """Raise UsageError now when `path` can not be written later."""
+    if path is None:
+        return
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise _can_not_write(path, error) from error
+    if not existed:
+        path.unlink()
+
+
+def write_json(path: Path | None, value: dict[str, Any]) -> None:
+    """Write `value` to `path` if there is one. Raises UsageError when the disk refuses."""
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _can_not_write(path, error) from error
+
+
+def _can_not_write(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"--json {path} can not be written: {error.strerror}; name a file in a folder that can be written")

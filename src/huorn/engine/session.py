@@ -1,0 +1,122 @@
+"""An opened checkpoint: everything that requests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from huorn.checkpoint.config import ModelConfig, read_json
+from huorn.checkpoint.reader import Checkpoint
+from huorn.engine.prefix import PrefixState
+from huorn.engine.template import ChatTemplate
+from huorn.engine.tokenizer import load_tokenizer
+from huorn.errors import UsageError
+from huorn.machine.facts import allowed_cores, usable_cores
+from huorn.machine.limits import cpu_quota
+from huorn.memory import format_bytes
+from huorn.model.decoder import Decoder
+from huorn.model.load import load_decoder
+from huorn.model.precision import Precision
+from huorn.model.state import state_bytes
+
+DEFAULT_CONTEXT = 4096
+EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "seedling"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model that is ready to run, with the limits that its requests share."""
+
+    directory: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    decoder: Decoder
+    context: int  # tokens, prompt and answer together
+    threads: int
+    stop_ids: frozenset[int]
+
+    @classmethod
+    def open(
+        cls, directory: Path | None, context: int | None = None, threads: int | None = None,
+        precision: Precision = Precision.BF16,
+    ) -> Session:  # fmt: skip
+        """Open the checkpoint in `directory`, the embedded model when it is None.
+
+        `context` None is 4096 tokens or what the model was made for, whichever is less; `threads` None is every core this
+        process may use. What is cheap to check is checked before weights are loaded. Raises UsageError, CheckpointError.
+        """
+        directory = _existing(directory)
+        threads = _checked_threads(threads)
+        checkpoint = Checkpoint.open(directory)
+        context = _checked_context(context, checkpoint.config)
+        tokenizer = load_tokenizer(directory, checkpoint.config.vocab_size)
+        template = ChatTemplate.load(directory)
+        torch.set_num_threads(threads)
+        return cls(
+            directory=directory,
+            config=checkpoint.config,
+            tokenizer=tokenizer,
+            template=template,
+            decoder=load_decoder(checkpoint, precision),
+            context=context,
+            threads=threads,
+            stop_ids=_stop_ids(directory, checkpoint.config, tokenizer),
+        )
+
+    def new_state(self) -> PrefixState:
+        """Return an empty state with room for `context` tokens. Raises UsageError when the machine has no memory for it."""
+        try:
+            return PrefixState(self.decoder, self.context)
+        except (RuntimeError, MemoryError) as error:  # torch's allocator raises the former
+            kv, recurrent = self.state_bytes()
+            raise UsageError(
+                f"a context of {self.context} tokens needs {format_bytes(kv + recurrent)} of memory, "
+                "which this machine does not give: lower --context"
+            ) from error
+
+    def state_bytes(self) -> tuple[int, int]:
+        """Return (KV cache, recurrent state) in bytes for `context` tokens."""
+        return state_bytes(self.config, self.context, self.decoder.precision)
+
+
+def _existing(directory: Path | None) -> Path:
+    if directory is None:
+        if not (EMBEDDED_MODEL / "config.json").is_file():
+            raise UsageError("this installation has no embedded model: name a checkpoint folder with --model")
+        return EMBEDDED_MODEL
+    if not directory.is_dir():
+        state = "is a file" if directory.exists() else "does not exist"
+        raise UsageError(f"--model {directory} {state}: name the folder of a checkpoint")
+    return directory
+
+
+def _checked_threads(threads: int | None) -> int:
+    allowed = allowed_cores()
+    if threads is None:
+        return usable_cores(allowed, cpu_quota())
+    if not 1 <= threads <= allowed:
+        raise UsageError(f"--threads is {threads}, but it must be from 1 to {allowed}, the cores this process may use")
+    return threads
+
+
+def _checked_context(context: int | None, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    if context is None:
+        return min(DEFAULT_CONTEXT, longest)
+    if not 1 <= context <= longest:
+        raise UsageError(f"--context is {context}, but it must be from 1 to {longest}, the longest this model was made for")
+    return context
+
+
+def _stop_ids(directory: Path, config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that end an answer: those of the configs, and the tokenizer's eos_token (<|im_end|> in chat models)."""
+    ids = set(config.eos_token_ids)
+    path = directory / "tokenizer_config.json"
+    token = read_json(path).get("eos_token") if path.is_file() else None
+    text = token.get("content") if isinstance(token, dict) else token
+    token_id = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return frozenset(ids if token_id is None else ids | {token_id})

@@ -1,0 +1,38 @@
+"""Experts straight from a checkpoint: expanded on use, or all expanded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from huorn.checkpoint.reader import Checkpoint
+from huorn.model.moe import ExpandedExpert
+from huorn.model.precision import Precision
+
+
+class MappedExperts:
+    """Reads an expert from the mapped file and expands it each time it is asked for; holds none."""
+
+    def __init__(self, checkpoint: Checkpoint, precision: Precision) -> None:
+        self.checkpoint = checkpoint
+        self.precision = precision
+
+    def ready(self, layer: int, expert_ids: Sequence[int]) -> Iterator[ExpandedExpert]:
+        """One expanded expert at a time, in the order asked. CheckpointError when its weights are damaged."""
+        for expert_id in expert_ids:
+            weights = self.checkpoint.expert(layer, expert_id)
+            gate, up, down = (self.precision.matrix(w) for w in (weights.gate, weights.up, weights.down))
+            yield ExpandedExpert(torch.cat((gate, up)), down)
+
+
+class ResidentExperts:
+    """All experts of the model expanded in RAM, for models as small as seedling (100 MiB)."""
+
+    def __init__(self, source: MappedExperts, layers: int, experts: int) -> None:
+        self.by_layer = [list(source.ready(layer, range(experts))) for layer in range(layers)]
+
+    def ready(self, layer: int, expert_ids: Sequence[int]) -> list[ExpandedExpert]:
+        """The experts asked for, in the order asked."""
+        experts = self.by_layer[layer]
+        return [experts[expert_id] for expert_id in expert_ids]

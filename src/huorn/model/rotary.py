@@ -1,0 +1,49 @@
+"""Rotary position embedding on the first `rotary_dim` dimensions of each head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from huorn.checkpoint.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin f32 [T, 1, rotary_dim / 2] of T consecutive positions."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotates x f32 [T, H, head_dim]: dimension i < rotary_dim / 2 turns with dimension i + rotary_dim / 2,
+        and dimensions from rotary_dim on pass through."""
+        half = self.cos.shape[-1]
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat((*turned, rest), dim=-1)
+
+
+class Rotary:
+    """Angles position * theta^(-2i / rotary_dim), i = 0 .. rotary_dim / 2 - 1 (RoFormer, arXiv 2104.09864).
+
+    The checkpoints ask for multimodal rotary ("mrope", interleaved sections): frequency i takes its position
+    from the time, height or width grid, by i mod 3. A text token has the same position in all three grids,
+    whatever the sections are, so every frequency sees the one text position and mrope is plain rotary. huorn
+    is text only, hence sections are not read.
+
+    Frequencies are computed in F32, as every implementation of the model does: at position 262,143 an angle
+    from F64 frequencies would differ by up to 0.02 rad from what the model was trained with.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
+        self.frequencies = 1.0 / (config.rope_theta**exponents)  # f32 [rotary_dim / 2]
+
+    def at(self, position: int, tokens: int) -> Rotation:
+        """The rotation of positions position .. position + tokens - 1."""
+        positions = torch.arange(position, position + tokens, dtype=torch.float32)
+        angles = positions[:, None, None] * self.frequencies
+        return Rotation(angles.cos(), angles.sin())

@@ -1,0 +1,39 @@
+"""Imports run one way: what is computed knows nothing of who asks for it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "huorn"
+# Each part with the parts it may import, besides itself and errors.
+ALLOWED = {
+    "checkpoint": set[str](),
+    "model": {"checkpoint"},
+    "machine": set[str](),
+    "memory": {"checkpoint", "machine", "model"},
+    "synth": {"checkpoint", "machine", "memory"},
+    "engine": {"checkpoint", "machine", "memory", "model"},
+    "bench": {"checkpoint", "engine", "machine", "memory", "model"},
+}
+
+
+def imported_parts(path: Path) -> set[str]:
+    """Parts of huorn that a file imports, at the top or inside a function."""
+    parts = set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        parts |= {name.split(".")[1] for name in names if name.startswith("huorn.")}
+    return parts
+
+
+@pytest.mark.parametrize("part", sorted(ALLOWED))
+def test_part_imports_only_what_lies_below(part: str) -> None:
+    files = [SOURCE / f"{part}.py"] if (SOURCE / f"{part}.py").exists() else sorted((SOURCE / part).rglob("*.py"))
+    assert files, f"{part} is gone: take it out of this table"
+    for file in files:
+        wrong = imported_parts(file) - ALLOWED[part] - {part, "errors"}
+        assert not wrong, f"{file.relative_to(SOURCE)} imports {sorted(wrong)}"

@@ -1,0 +1,1 @@
+"""Scripts that make seedling, the embedded default model: text, tokenizer, weights, predictor bank."""

@@ -1,0 +1,191 @@
+"""Train seedling: `python -m training.train --work DIR`, after `python -m training.prepare --work DIR`.
+
+Two single-threaded processes each take half of a batch, add up their gradients in shared memory and each step half of
+the weights; one process with two threads loses more in OpenMP barriers than this costs. State is written every
+`SAVE_EVERY` steps, so the same command goes on where a killed run stopped. Curves: DIR/loss.csv and DIR/loss.png.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import csv
+import json
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from training.measure import bits_per_byte, held_out, routing_figures
+from training.model import Seedling, Shape, init_weights
+from training.optim import Flat, Optimizer, split_work
+from training.plot import draw_curves
+
+RANKS = 2
+SEQUENCE = 1024  # tokens
+SEQUENCES_PER_RANK = 4
+TOKENS_PER_STEP = RANKS * SEQUENCES_PER_RANK * SEQUENCE
+LEARNING_RATE, WARMUP, DECAY_SHARE = 3e-3, 40, 0.4
+BALANCE = 0.0005  # 0.005 flattened routing: consecutive tokens shared 0.19 of their experts, which no real model shows
+SEED = 20260
+SAVE_EVERY, MEASURE_EVERY, LOG_EVERY = 100, 200, 10
+MEASURE_TOKENS = 40_000  # per kind, for the curve; the final figures use every held-out file
+COLUMNS = ["step", "tokens", "loss", "balance", "overlap", "hottest_quarter", "dead", "lr", "seconds", "bpb_python"]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What both processes see: one flat buffer each for weights and moments, one gradient buffer per rank."""
+
+    weights: Tensor
+    first: Tensor
+    second: Tensor
+    gradients: tuple[Tensor, ...]
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Warm up, hold, then fall linearly to zero over the last `DECAY_SHARE` of the steps. step counts from 1."""
+    decay = int(steps * DECAY_SHARE)
+    return LEARNING_RATE * min(1.0, step / WARMUP, (steps - step + 1) / decay)
+
+
+def batch(tokens: np.ndarray, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [SEQUENCES_PER_RANK, SEQUENCE] int64 of one step (from 1), a function of the arguments alone:
+    every epoch visits the windows of the corpus in an order drawn from its number."""
+    windows = (len(tokens) - 1) // SEQUENCE
+    per_step = RANKS * SEQUENCES_PER_RANK
+    rows = []
+    for i in range(SEQUENCES_PER_RANK):
+        index = (step - 1) * per_step + rank * SEQUENCES_PER_RANK + i
+        order = np.random.default_rng(SEED + index // windows).permutation(windows)
+        start = int(order[index % windows]) * SEQUENCE
+        rows.append(torch.from_numpy(tokens[start : start + SEQUENCE + 1].astype(np.int64)))
+    stacked = torch.stack(rows)
+    return stacked[:, :-1].contiguous(), stacked[:, 1:].contiguous()
+
+
+def save_state(path: Path, shared: Shared, step: int, seconds: float) -> None:
+    """Write everything a resumed run needs, whole or not at all."""
+    scratch = path.with_suffix(".tmp")
+    tensors = {"weights": shared.weights, "first": shared.first, "second": shared.second}
+    save_file(tensors, scratch, metadata={"step": str(step), "seconds": str(seconds)})
+    scratch.replace(path)
+
+
+def load_state(path: Path, shared: Shared) -> tuple[int, float]:
+    """Fill `shared` from a saved state and return its step and the seconds trained so far."""
+    from safetensors import safe_open
+
+    tensors = load_file(path)
+    for name, target in (("weights", shared.weights), ("first", shared.first), ("second", shared.second)):
+        target.copy_(tensors[name])
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    return int(metadata["step"]), float(metadata["seconds"])
+
+
+class Log:
+    """loss.csv, cut back to the step a run resumes from."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        rows: list[list[str]] = []
+        if path.exists():
+            with path.open() as file:
+                rows = [row for row in list(csv.reader(file))[1:] if int(row[0]) <= step]
+        self.file = path.open("w", newline="")
+        self.writer = csv.writer(self.file)
+        self.writer.writerows([COLUMNS, *rows])
+
+    def add(self, *values: object) -> None:
+        self.writer.writerow(values)
+        self.file.flush()
+
+
+def work_loop(rank: int, work: Path, steps: int, shared: Shared, barrier: Barrier, done: int, seconds: float) -> None:
+    """One rank's share of every step; rank 0 also logs, measures and saves."""
+    torch.set_num_threads(1)
+    if rank:  # die with the main process, also when that one is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    shape = Shape()
+    sizes = {name: tensor.shape for name, tensor in init_weights(shape, SEED).items()}
+    weights = Flat(sizes, shared.weights)
+    gradients = [Flat(sizes, buffer) for buffer in shared.gradients]
+    names = split_work(sizes, RANKS)[rank]
+    optimizer = Optimizer(weights, Flat(sizes, shared.first), Flat(sizes, shared.second), names)
+    leaves = {name: view.detach().requires_grad_() for name, view in weights.views.items()}
+    for name, leaf in leaves.items():
+        leaf.grad = gradients[rank].views[name]
+    model = Seedling(shape, leaves)
+    tokens = np.memmap(work / "train.bin", dtype=np.uint16, mode="r")
+    watched = held_out(work, MEASURE_TOKENS) if rank == 0 else []
+    watched = [document for document in watched if document.kind == "python"]
+    log = Log(work / "loss.csv", done) if rank == 0 else None
+    progress = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    task = progress.add_task("training", total=steps, completed=done)
+    started = time.monotonic() - seconds
+    if rank == 0:
+        progress.start()
+    for step in range(done + 1, steps + 1):
+        gradients[rank].buffer.zero_()
+        loss, balance = model.loss(*batch(tokens, step, rank))
+        (loss + BALANCE * balance * shape.num_hidden_layers).backward()
+        barrier.wait(timeout=900)
+        mean = {name: (gradients[0].views[name] + gradients[1].views[name]) / RANKS for name in names}
+        with torch.no_grad():
+            optimizer.step(mean, learning_rate(step, steps), step)
+        barrier.wait(timeout=900)
+        if log is None:
+            continue
+        elapsed = time.monotonic() - started
+        measured: object = ""
+        if step % LOG_EVERY == 0 or step == steps:
+            figures = routing_figures(model.routing, shape.num_experts, SEQUENCES_PER_RANK)
+            if step % MEASURE_EVERY == 0 or step == steps:
+                measured = round(bits_per_byte(model, watched)["python"], 4)
+            log.add(step, step * TOKENS_PER_STEP, round(float(loss), 4), round(float(balance), 4),
+                    round(figures.overlap, 4), round(figures.hottest_quarter, 4), figures.dead,
+                    round(learning_rate(step, steps), 6), round(elapsed, 1), measured)
+            rate = TOKENS_PER_STEP * (step - done) / max(elapsed - seconds, 1e-9)
+            text = f"step {step}/{steps} loss {float(loss):.3f} overlap {figures.overlap:.2f} {rate:,.0f} tok/s"
+            progress.update(task, completed=step, description=text)
+            if not progress.console.is_terminal:
+                print(text, f"python {measured} bits/byte" if measured else "", flush=True)
+        if step % SAVE_EVERY == 0 or step == steps:
+            save_state(work / "state.safetensors", shared, step, elapsed)
+            draw_curves(work / "loss.csv", work / "loss.png")
+    progress.stop()
+    if rank == 0:
+        (work / "trained.json").write_text(json.dumps({"steps": steps, "tokens": steps * TOKENS_PER_STEP}))
+
+
+def main(
+    work: Annotated[Path, typer.Option(help="folder with the prepared corpus; state and curves go here too")],
+    steps: Annotated[int, typer.Option(help=f"optimizer steps of {TOKENS_PER_STEP:,} tokens")] = 1800,
+) -> None:
+    """Train seedling on the prepared corpus, or go on with a run that was interrupted."""
+    if not (work / "train.bin").exists():
+        raise typer.BadParameter(f"{work} has no train.bin: run python -m training.prepare --work {work} first")
+    start = torch.cat([tensor.reshape(-1) for tensor in init_weights(Shape(), SEED).values()])
+    moments = [torch.zeros_like(start).share_memory_() for _ in range(2 + RANKS)]
+    shared = Shared(start.share_memory_(), moments[0], moments[1], tuple(moments[2:]))
+    state = work / "state.safetensors"
+    done, seconds = load_state(state, shared) if state.exists() else (0, 0.0)
+    context = mp.get_context("spawn")
+    barrier = context.Barrier(RANKS)
+    helper = context.Process(target=work_loop, args=(1, work, steps, shared, barrier, done, seconds), daemon=True)
+    helper.start()
+    work_loop(0, work, steps, shared, barrier, done, seconds)
+    helper.join()
+
+
+if __name__ == "__main__":
+    typer.run(main)
