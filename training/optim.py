@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 MOMENTUM, WEIGHT_DECAY = 0.95, 0.1
+# Peak learning rates; the embedding's is high because each of its rows sees few tokens.
+MATRIX_RATE, HEAD_RATE, EMBEDDING_RATE, OTHER_RATE = 3e-3, 4e-3, 1e-2, 3e-3
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients of Jordan et al.
 
@@ -23,6 +25,13 @@ def is_matrix(name: str, shape: torch.Size) -> bool:
     """Muon takes the hidden matrices; embedding, head, router, gates, norms, convolution and decay go to AdamW."""
     others = ("embed_tokens", "lm_head", "mlp.gate.", "shared_expert_gate", "in_proj_a", "in_proj_b", "conv1d")
     return len(shape) >= 2 and not any(part in name for part in others)
+
+
+def peak_rate(name: str, shape: torch.Size) -> float:
+    """Peak learning rate of a tensor."""
+    if is_matrix(name, shape):
+        return MATRIX_RATE
+    return {"embed_tokens.weight": EMBEDDING_RATE, "lm_head.weight": HEAD_RATE}.get(name, OTHER_RATE)
 
 
 class Flat:
@@ -59,10 +68,11 @@ class Optimizer:
     second: Flat
     names: tuple[str, ...]
 
-    def step(self, gradients: Mapping[str, Tensor], lr: float, step: int) -> None:
-        """One update of `names`. step counts from 1. gradients are averaged over the batch, F32."""
+    def step(self, gradients: Mapping[str, Tensor], share: float, step: int) -> None:
+        """One update of `names` at `share` of the peak rates. step counts from 1. gradients are means, F32."""
         for name in self.names:
             weight, grad = self.weights.views[name], gradients[name]
+            lr = share * peak_rate(name, weight.shape)
             if is_matrix(name, weight.shape):
                 self._muon(name, weight, grad, lr)
             else:

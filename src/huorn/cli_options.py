@@ -8,20 +8,39 @@ from typing import Annotated, Literal
 import typer
 
 Prompt = Annotated[str, typer.Argument(help='The text to continue; "-" reads it from stdin, unchanged.')]
-Model = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of a checkpoint. Default: the embedded model.")]
+Model = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder of a checkpoint. Default: the embedded model.")
+]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most; the context may end it earlier.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; higher is more varied.")]
 TopK = Annotated[int, typer.Option(help="Draw among the K likeliest tokens; 0: all.")]
-TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens that together reach this probability; 1: all.")]
-MinP = Annotated[float, typer.Option(help="Leave out tokens less likely than this times the likeliest; 0: none.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Divide the logits of tokens seen in prompt or answer; 1: off.")]
-PresencePenalty = Annotated[float, typer.Option(help="Subtract from logits of tokens generated before; 0: off.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="Subtract this times how often a token was generated; 0: off.")]
+TopP = Annotated[
+    float, typer.Option(help="Draw among the likeliest tokens that together reach this probability; 1: all.")
+]
+MinP = Annotated[
+    float, typer.Option(help="Leave out tokens less likely than this times the likeliest; 0: none.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Divide the logits of tokens seen in prompt or answer; 1: off.")
+]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Subtract from logits of tokens generated before; 0: off.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="Subtract this times how often a token was generated; 0: off.")
+]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text. May be given several times.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text. Default: a fresh one.")]
 ContextTokens = Annotated[
-    int | None, typer.Option("--context", help="Tokens of prompt and answer together. Default: 4096, or the model's own limit.")
+    int | None,
+    typer.Option(
+        "--context", help="Tokens of prompt and answer together. Default: 4096, or the model's own limit."
+    ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: every core this process may use.")]
-PrecisionChoice = Annotated[Literal["bf16", "f32"], typer.Option("--precision", help="What matmul operands are rounded to.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")]
+PrecisionChoice = Annotated[
+    Literal["bf16", "f32"], typer.Option("--precision", help="What matmul operands are rounded to.")
+]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")
+]

@@ -42,7 +42,7 @@ def test_every_finite_code_times_any_scale_is_the_f32_product(scale: float) -> N
     assert same_bits(expand_fp8(codes, scales), dequantized(codes, scales))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(rows=st.integers(1, 400), columns=st.integers(1, 400), bf16=st.booleans(), seed=st.integers(0, 2**31))
 def test_expansion_is_bit_equal_on_ragged_edges(rows: int, columns: int, bf16: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ def test_nan_codes_are_refused_by_name(code: int, place: tuple[int, int]) -> Non
 def test_scales_that_are_no_numbers_are_refused(scale: float) -> None:
     scales = torch.ones(1, 2)
     scales[0, 1] = scale
-    with pytest.raises(CheckpointError, match="some.weight has a block scale"):
+    with pytest.raises(CheckpointError, match=r"some\.weight has a block scale"):
         refuse_damaged_fp8(torch.zeros(4, 200, dtype=torch.uint8), scales, "some.weight")
 
 
@@ -105,7 +105,7 @@ def test_codes_and_scales_come_together_and_fit() -> None:
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (130, 257), (5, 300)])
+@pytest.mark.parametrize("shape", [(1, 1), (130, 3), (5, 300)])
 def test_quantisation_picks_the_nearest_code(shape: tuple[int, int], scale_dtype: torch.dtype) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(6)) * 0.03
     codes, scale = quantize_fp8(weight, scale_dtype)

@@ -37,7 +37,9 @@ def turn(conversation: Conversation, text: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("template", ["tiny", "keeps all", "qwen3.5"])
 @pytest.mark.parametrize("thinking", [None, True, False])
-def test_answers_are_those_of_a_new_conversation(session: Session, template: str, thinking: bool | None) -> None:
+def test_answers_are_those_of_a_new_conversation(
+    session: Session, template: str, thinking: bool | None
+) -> None:
     if template == "keeps all":
         session = replace(session, template=ChatTemplate(KEEPS_ALL, "t"))
     elif template == "qwen3.5":
@@ -52,11 +54,15 @@ def test_answers_are_those_of_a_new_conversation(session: Session, template: str
         assert "".join(Conversation(session, settings, history).ask(text)) == answer
         if len(history) > 1:  # at least everything before the last answer
             assert session.template is not None
-            shared = session.template.render(history[:-1], add_generation_prompt=False, enable_thinking=thinking)
+            shared = session.template.render(
+                history[:-1], add_generation_prompt=False, enable_thinking=thinking
+            )
             assert reused >= len(encode(session.tokenizer, shared)) > 0
 
 
-def test_an_unchanged_prefix_is_kept_with_the_answer(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_prefix_is_kept_with_the_answer(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answer is dictated: that of an untrained model is broken UTF-8, which no template gives back as the same ids."""
     session = replace(session, template=ChatTemplate(KEEPS_ALL, "t"))
     dictated = iter(encode(session.tokenizer, "fine and good<|im_end|>") * 2)
@@ -92,7 +98,9 @@ def test_a_question_that_does_not_fit_is_not_remembered(session: Session) -> Non
 
 
 def test_reset_keeps_the_system_message(session: Session) -> None:
-    conversation = Conversation(session, GREEDY, [Message("system", "Be brief."), Message("user", "a"), Message("assistant", "b")])
+    conversation = Conversation(
+        session, GREEDY, [Message("system", "Be brief."), Message("user", "a"), Message("assistant", "b")]
+    )
     fresh = Conversation(session, GREEDY, [Message("system", "Be brief.")])
     turn(conversation, "c")
     conversation.reset()
@@ -108,5 +116,5 @@ def test_a_seed_fixes_every_answer(session: Session) -> None:
 
 
 def test_a_model_without_a_template_can_not_chat(session: Session) -> None:
-    with pytest.raises(UsageError, match="has no chat template .* use huorn run"):
+    with pytest.raises(UsageError, match=r"has no chat template .* use huorn run"):
         Conversation(replace(session, template=None), GREEDY)

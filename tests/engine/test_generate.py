@@ -98,7 +98,9 @@ def test_the_context_ends_it(session: Session) -> None:
 
 def test_the_same_seed_gives_the_same_text(session: Session) -> None:
     def text(seed: int) -> str:
-        return run(session, PROMPT, sampling=SamplingSettings(temperature=1.0, top_p=0.9, seed=seed)).stats.text
+        return run(
+            session, PROMPT, sampling=SamplingSettings(temperature=1.0, top_p=0.9, seed=seed)
+        ).stats.text
 
     assert text(1) == text(1)
     assert len({text(seed) for seed in range(4)}) > 1
@@ -115,7 +117,9 @@ def test_repetition_penalty_covers_the_prompt(session: Session) -> None:
 
 @pytest.mark.parametrize("when", [0, 1, 3])
 def test_cancel_keeps_what_there_is(session: Session, when: int) -> None:
-    generation = Generation(session, encode(session.tokenizer, PROMPT), SamplingSettings(), 24, stop_ids=frozenset())
+    generation = Generation(
+        session, encode(session.tokenizer, PROMPT), SamplingSettings(), 24, stop_ids=frozenset()
+    )
     if when == 0:
         generation.cancel()
     pieces = []

@@ -44,7 +44,10 @@ def test_system_and_developer_messages_become_one_in_front() -> None:
     ],
 )
 def test_media_are_refused_with_their_place(part: dict[str, object], medium: str) -> None:
-    values = [{"role": "user", "content": "look"}, {"role": "user", "content": [{"type": "text", "text": "x"}, part]}]
+    values = [
+        {"role": "user", "content": "look"},
+        {"role": "user", "content": [{"type": "text", "text": "x"}, part]},
+    ]
     with pytest.raises(UsageError, match=rf"^file, message 2 holds {medium}, but huorn is text only$"):
         parse_messages(values, "file")
 
@@ -58,7 +61,7 @@ def test_media_are_refused_with_their_place(part: dict[str, object], medium: str
     ],
 )  # fmt: skip
 def test_other_shapes_are_refused(value: object) -> None:
-    with pytest.raises(UsageError, match="^file"):
+    with pytest.raises(UsageError, match=r"^file"):
         parse_messages(value, "file")
 
 

@@ -23,7 +23,9 @@ def oracle_distribution(
     scores = np.array(logits, dtype=np.float64)
     for i in range(len(scores)):
         if i in prompt or i in generated:
-            scores[i] = scores[i] / s.repetition_penalty if scores[i] > 0 else scores[i] * s.repetition_penalty
+            scores[i] = (
+                scores[i] / s.repetition_penalty if scores[i] > 0 else scores[i] * s.repetition_penalty
+            )
         count = list(generated).count(i)
         if count:
             scores[i] -= s.presence_penalty + s.frequency_penalty * count
@@ -100,9 +102,24 @@ def test_top_p_is_the_shortest_run_that_reaches_p(weights: list[int], thousandth
     assert kept == sorted(by_rank[: reached.index(True) + 1])
 
 
+def test_top_p_that_is_reached_exactly() -> None:
+    assert keep_top_p(torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64), 0.5).tolist() == [1]
+    assert keep_top_p(torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64), 0.75).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("uniform", "picked"), [(0.0, 1), (0.4999, 1), (0.5, 3), (1.0, 3)])
+def test_the_uniform_number_at_the_edges(uniform: float, picked: int) -> None:
+    """Two equal ids between impossible ones; 1.0 stands for a product that rounds up to the whole sum."""
+    sampler = Sampler(SamplingSettings(temperature=1.0), [])
+    sampler._random.random = lambda: uniform  # type: ignore[method-assign]
+    assert sampler.pick(torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf])) == picked
+
+
 def test_top_p_over_a_large_vocabulary() -> None:
     """The pre-filter that avoids a full sort must not change the nucleus."""
-    weights = torch.exp(3 * torch.randn(248_320, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    weights = torch.exp(
+        3 * torch.randn(248_320, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    )
     order = np.argsort(-weights.numpy(), kind="stable")
     share = np.cumsum(weights.numpy()[order]) / weights.sum().item()
     for p in (0.5, 0.95, 0.999):
@@ -118,7 +135,10 @@ def test_each_limit_alone(name: str, kept: set[int]) -> None:
     """Probabilities of ids 0 to 4: 0.15, 0.4, 0.05, 0.3, 0.1."""
     logits = torch.tensor([0.15, 0.4, 0.05, 0.3, 0.1]).log()
     value = {"top_k": 2, "top_p": 0.69, "min_p": 0.3}[name]
-    picks = {Sampler(SamplingSettings(temperature=1.0, seed=s, **{name: value}), []).pick(logits) for s in range(300)}
+    picks = {
+        Sampler(SamplingSettings(temperature=1.0, seed=s, **{name: value}), []).pick(logits)
+        for s in range(300)
+    }
     assert picks == kept
 
 
@@ -126,7 +146,9 @@ def test_frequencies_follow_the_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
     sampler = Sampler(SamplingSettings(temperature=1.0, seed=3), [])
     counts = np.bincount([sampler.pick(probabilities.log()) for _ in range(4000)], minlength=4) / 4000
-    np.testing.assert_allclose(counts, probabilities.numpy(), atol=0.03)  # 4 standard deviations are 0.032 at p = 0.5
+    np.testing.assert_allclose(
+        counts, probabilities.numpy(), atol=0.03
+    )  # 4 standard deviations are 0.032 at p = 0.5
 
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
@@ -143,15 +165,29 @@ def test_equal_logits_are_drawn_evenly_and_top_k_takes_the_low_ids() -> None:
 
 def test_minus_infinity_is_never_picked() -> None:
     logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf])
-    for limits in ({}, {"top_k": 4}, {"top_p": 0.999}, {"top_k": 100}, {"min_p": 0.01}, {"repetition_penalty": 1.5}):
-        picks = {Sampler(SamplingSettings(temperature=5.0, seed=s, **limits), [0, 1]).pick(logits) for s in range(60)}
+    for limits in (
+        {},
+        {"top_k": 4},
+        {"top_p": 0.999},
+        {"top_k": 100},
+        {"min_p": 0.01},
+        {"repetition_penalty": 1.5},
+    ):
+        picks = {
+            Sampler(SamplingSettings(temperature=5.0, seed=s, **limits), [0, 1]).pick(logits)
+            for s in range(60)
+        }
         assert picks == {1, 3}
 
 
 def test_tiny_and_huge_temperatures() -> None:
     logits = torch.tensor([10.0, 11.0, -300.0])
     assert {Sampler(SamplingSettings(temperature=5e-324, seed=s), []).pick(logits) for s in range(50)} == {1}
-    assert {Sampler(SamplingSettings(temperature=1e308, seed=s), []).pick(logits) for s in range(50)} == {0, 1, 2}
+    assert {Sampler(SamplingSettings(temperature=1e308, seed=s), []).pick(logits) for s in range(50)} == {
+        0,
+        1,
+        2,
+    }
 
 
 @pytest.mark.parametrize("bad", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])

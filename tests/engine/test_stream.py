@@ -79,7 +79,9 @@ def test_time_per_token_does_not_grow(tokenizer: Tokenizer) -> None:
         for token_id in ids:
             decoder.push(token_id)
         times.append(time.perf_counter() - begin)
-    assert min(times[20:]) < 3 * min(times[:20])  # decoding everything each time would be 3 times slower by then, and rising
+    assert min(times[20:]) < 3 * min(
+        times[:20]
+    )  # decoding everything each time would be 3 times slower by then, and rising
 
 
 SMALL_TEXT = st.text("ab<|", max_size=30)
@@ -131,6 +133,19 @@ def test_one_stop_string_is_str_find(text: str, stop: str) -> None:
     out += watcher.flush()
     place = text.find(stop)
     assert out == (text if place < 0 else text[:place])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10])
+def test_the_stop_string_that_is_complete_first_wins(size: int) -> None:
+    """ "bc" ends before "abcd" does, although it begins later; and "abc" ends with it and is longer."""
+    for stops, want in ((["abcd", "bc"], "xa"), (["abcd", "bc", "abc"], "x")):
+        watcher, out = StopStrings(stops), ""
+        for start in range(0, 6, size):
+            piece, stopped = watcher.push("xabcdz"[start : start + size])
+            out += piece
+            if stopped:
+                break
+        assert out == want
 
 
 def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:

@@ -16,7 +16,11 @@ USER = [Message("user", "hello")]
 CONVERSATIONS = {
     "one turn": USER,
     "system": [Message("system", "  Be brief. "), Message("user", "hello\n")],
-    "history": [Message("user", "1+1?"), Message("assistant", "2"), Message("user", "and <b>'3'</b> & more?")],
+    "history": [
+        Message("user", "1+1?"),
+        Message("assistant", "2"),
+        Message("user", "and <b>'3'</b> & more?"),
+    ],
     "thoughts": [
         Message("user", "1+1?"),
         Message("assistant", "<think>\nadd\n</think>\n\n2"),
@@ -71,7 +75,7 @@ def test_the_released_template_refuses_with_its_own_words(real_source: str) -> N
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
         "{{ self.__init__.__globals__ }}",
         "{{ lipsum.__globals__['os'].system('id') }}",
-        "{{ ''|attr('__class__') }}{{ ''|attr('__class__')|attr('__mro__') }}",
+        "{{ (''|attr('__class__'))() }}",
         "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update({'role': 'system'}) }}",
@@ -79,14 +83,13 @@ def test_the_released_template_refuses_with_its_own_words(real_source: str) -> N
     ],
 )
 def test_nothing_leaves_the_sandbox(source: str) -> None:
-    template = ChatTemplate(source, "the template")
-    try:
-        text = template.render(USER)
-    except UsageError as error:
-        assert "sandbox" in str(error) or "undefined" in str(error)  # attr() of an unsafe name gives undefined
-    else:
-        assert text == ""  # an undefined name printed
-    assert USER == [Message("user", "hello")]
+    with pytest.raises(UsageError, match="the template tries to leave the template sandbox"):
+        ChatTemplate(source, "the template").render(USER)
+
+
+def test_an_unsafe_attribute_is_undefined() -> None:
+    source = "{{ ''|attr('__class__') }}{{ ''|attr('__class__') is defined }}"
+    assert ChatTemplate(source, "the template").render(USER) == "False"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_nothing_leaves_the_sandbox(source: str) -> None:
     ],
 )
 def test_whatever_a_template_raises_is_one_sentence(source: str, reason: str) -> None:
-    with pytest.raises(UsageError, match="the template .*" + reason):
+    with pytest.raises(UsageError, match=f"the template .*{reason}"):
         ChatTemplate(source, "the template").render(USER)
 
 

@@ -16,7 +16,9 @@ def test_the_vocabulary_may_be_smaller_but_not_larger(tmp_path: Path, tokenizer:
     size = tokenizer.get_vocab_size()
     assert load_tokenizer(tmp_path, size).get_vocab_size() == size
     assert load_tokenizer(tmp_path, size + 100).get_vocab_size() == size
-    with pytest.raises(CheckpointError, match=rf"token ids up to {size - 1}, but the model's vocab_size is {size - 1}"):
+    with pytest.raises(
+        CheckpointError, match=rf"token ids up to {size - 1}, but the model's vocab_size is {size - 1}"
+    ):
         load_tokenizer(tmp_path, size - 1)
 
 

@@ -84,5 +84,5 @@ def _expected_on_disk(
         name = layout.on_disk(spec.name)
         yield TensorSpec(name, spec.shape, spec.dtypes)
         info = infos.get(name)
-        if info is not None and info.dtype == F8:
+        if info is not None and info.dtype == F8 and F8 in spec.dtypes:
             yield TensorSpec(name + SCALE_SUFFIX, scale_shape(spec.shape), SCALE)

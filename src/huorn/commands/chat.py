@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huorn.commands.model_choice import ModelChoice, context_cost, describe
-from huorn.commands.output import ModelText, check_json_path, decode_utf8, note, write_json
+from huorn.commands.output import ModelText, argument_text, check_json_path, decode_utf8, note, write_json
 from huorn.commands.run import speed_line
 from huorn.engine.conversation import AnswerSettings, Conversation
 from huorn.engine.generate import Generation
@@ -23,7 +23,11 @@ COMMANDS = "/reset forgets the conversation, /save FILE writes it, /quit ends"
 
 
 def chat(
-    choice: ModelChoice, settings: AnswerSettings, system: str | None, load: Path | None, json_path: Path | None
+    choice: ModelChoice,
+    settings: AnswerSettings,
+    system: str | None,
+    load: Path | None,
+    json_path: Path | None,
 ) -> None:
     """Answer lines of stdin until /quit or the end of input. `load` is a conversation written by /save."""
     check_json_path(json_path)
@@ -32,9 +36,14 @@ def chat(
     talk = _Talk(Conversation(session, settings, messages))
     note(f"{session.directory.name}, {context_cost(session)}; {COMMANDS}; Ctrl-C stops an answer")
     talk.hold()
-    answers = {"stop": settings.stop, "max_tokens": settings.max_tokens, "enable_thinking": settings.enable_thinking}
+    answers = {
+        "stop": settings.stop,
+        "max_tokens": settings.max_tokens,
+        "enable_thinking": settings.enable_thinking,
+    }
     write_json(
-        json_path, {"turns": talk.turns, "settings": {**answers, **asdict(settings.sampling), **describe(session)}}
+        json_path,
+        {"turns": talk.turns, "settings": {**answers, **asdict(settings.sampling), **describe(session)}},
     )
 
 
@@ -44,7 +53,7 @@ def _opening(system: str | None, load: Path | None) -> list[Message]:
         return loaded
     if any(message.role == "system" for message in loaded):
         raise UsageError(f"--system and the system message in {load} are two: give one of them")
-    return [Message("system", system), *loaded]
+    return [Message("system", argument_text(system, "--system")), *loaded]
 
 
 class _Talk:
@@ -118,8 +127,13 @@ class _Talk:
 
 @contextmanager
 def _interrupts_cancel(generation: Generation) -> Iterator[None]:
-    """Let Ctrl-C end the answer between two tokens, with the state whole, and nothing else."""
-    before = signal.signal(signal.SIGINT, lambda *_: generation.cancel())
+    """Let Ctrl-C end the answer between two tokens, with the state whole; a second one before that ends the chat."""
+
+    def cancel(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        generation.cancel()
+
+    before = signal.signal(signal.SIGINT, cancel)
     try:
         yield
     finally:

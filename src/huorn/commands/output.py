@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 from huorn.errors import UsageError
 
 # C0 and C1 controls but tab and newline: on a terminal they could move the cursor, rename the window or paste commands.
-_CONTROLS = {code: 0x2400 + code if code < 0x20 else "\N{SYMBOL FOR DELETE}" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"
-             for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}  # fmt: skip
+_CONTROLS = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if code not in (0x09, 0x0A)},  # "Control Pictures"
+    0x7F: "\N{SYMBOL FOR DELETE}",
+    **dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}"),
+}
 
 
 class ModelText:
-    """Writes text that a model generated to stdout at once: exact UTF-8 into a pipe or file, control characters shown on a terminal."""
+    """Writes generated text to stdout at once: exact UTF-8 into a pipe or file; on a terminal, controls are shown."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
@@ -45,6 +49,11 @@ def read_stdin() -> str:
     return decode_utf8(sys.stdin.buffer.read(), "stdin")
 
 
+def argument_text(value: str, origin: str) -> str:
+    """Return an argument as UTF-8 text, whatever the locale made of its bytes. Raises UsageError when they are something else."""
+    return decode_utf8(os.fsencode(value), origin)
+
+
 def decode_utf8(data: bytes, origin: str) -> str:
     """Return `data` as text. Raises UsageError that names `origin` and the byte at fault."""
     try:
@@ -72,10 +81,14 @@ def write_json(path: Path | None, value: dict[str, Any]) -> None:
     if path is None:
         return
     try:
-        path.write_text(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
     except OSError as error:
         raise _can_not_write(path, error) from error
 
 
 def _can_not_write(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"--json {path} can not be written: {error.strerror}; name a file in a folder that can be written")
+    return UsageError(
+        f"--json {path} can not be written: {error.strerror}; name a file in a folder that can be written"
+    )

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from huorn.commands.model_choice import ModelChoice, context_cost, describe
-from huorn.commands.output import ModelText, check_json_path, note, read_stdin, write_json
+from huorn.commands.output import ModelText, argument_text, check_json_path, note, read_stdin, write_json
 from huorn.engine.generate import Generation, GenerationStats
 from huorn.engine.process import started_at
 from huorn.engine.sampling import SamplingSettings
@@ -16,13 +16,19 @@ from huorn.memory import format_bytes
 
 
 def run(
-    prompt: str, choice: ModelChoice, sampling: SamplingSettings, max_tokens: int, stop: list[str], json_path: Path | None
+    prompt: str,
+    choice: ModelChoice,
+    sampling: SamplingSettings,
+    max_tokens: int,
+    stop: list[str],
+    json_path: Path | None,
 ) -> None:
     """Complete `prompt` ("-": stdin): text to stdout, the closing line of figures to stderr."""
     check_json_path(json_path)
-    text = read_stdin() if prompt == "-" else prompt
+    text = read_stdin() if prompt == "-" else argument_text(prompt, "the prompt")
     if not text:
         raise UsageError("the prompt is empty, but the model needs at least one character to go on from")
+    stop = [argument_text(value, "--stop") for value in stop]
     session = choice.open()
     prompt_ids = encode(session.tokenizer, text)
     generation = Generation(session, prompt_ids, sampling, max_tokens, stop, started=started_at())

@@ -17,5 +17,7 @@ def synth(preset: str, out: Path, layers: int | None, seed: int, manifest: bool)
         f"{report.tensors} tensors in {report.shards} shards, {format_bytes(report.total_bytes)}, {report.layers} layers, "
         f"seed {report.seed}: {report.directory}"
     )
-    print(f"{format_bytes(report.written_bytes)} written in {report.seconds:.1f} s, {report.bytes_per_s / 1e9:.2f} GB/s")
+    print(
+        f"{format_bytes(report.written_bytes)} written in {report.seconds:.1f} s, {report.bytes_per_s / 1e9:.2f} GB/s"
+    )
     print("the weights are random numbers: fit for measuring, not for text")

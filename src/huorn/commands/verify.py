@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,5 +42,13 @@ def _lines(report: VerifyReport) -> list[str]:
 
 
 def _as_json(report: VerifyReport) -> dict[str, Any]:
-    manifest = None if report.manifest is None else str(report.manifest)
-    return {**asdict(report), "directory": str(report.directory), "manifest": manifest, "ok": report.ok}
+    return {
+        "directory": str(report.directory),
+        "ok": report.ok,
+        "problems": report.problems,
+        "tensors_by_kind": dict(report.tensors_by_kind),
+        "tensors_by_dtype": dict(report.tensors_by_dtype),
+        "bytes_read": report.bytes_read,
+        "manifest": None if report.manifest is None else str(report.manifest),
+        "checksums_matched": report.checksums_matched,
+    }

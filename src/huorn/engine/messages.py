@@ -29,11 +29,14 @@ def parse_messages(values: object, origin: str) -> list[Message]:
     """Check decoded JSON, a list of {"role", "content"}, and return its messages with all system ones merged in front.
 
     `content` is a string or a list of {"type": "text", "text"} parts. The roles "developer" and "system" are one: templates
-    refuse a second one, so their texts are joined. Raises UsageError that names `origin` and the message at fault; an image is one.
+    refuse a second one, so their texts are joined. Raises UsageError that names `origin` and the message at fault, such as
+    one with an image.
     """
     if not isinstance(values, list):
         raise UsageError(f"{origin} must hold a list of messages")
-    messages = [_parse_message(value, f"{origin}, message {number}") for number, value in enumerate(values, start=1)]
+    messages = [
+        _parse_message(value, f"{origin}, message {number}") for number, value in enumerate(values, start=1)
+    ]
     system = [message.content for message in messages if message.role == "system"]
     others = [message for message in messages if message.role != "system"]
     return [Message("system", "\n\n".join(system)), *others] if system else others
@@ -44,7 +47,9 @@ def _parse_message(value: object, where: str) -> Message:
         raise UsageError(f'{where} must be an object with "role" and "content"')
     role = "system" if value.get("role") == "developer" else value.get("role")
     if role not in get_args(Role):
-        raise UsageError(f"{where} has the role {role!r}, but it must be system, developer, user or assistant")
+        raise UsageError(
+            f"{where} has the role {role!r}, but it must be system, developer, user or assistant"
+        )
     return Message(cast(Role, role), _parse_content(value.get("content"), where))
 
 
@@ -61,7 +66,9 @@ def _parse_part(part: object, where: str) -> str:
     if isinstance(part, dict) and kind in (None, "text") and isinstance(part.get("text"), str):
         return cast(str, part["text"])
     keys: set[Any] = {kind, *part} if isinstance(part, dict) else set()
-    media = next((name for name in ("image", "video", "audio") if any(name in str(key) for key in keys)), None)
+    media = next(
+        (name for name in ("image", "video", "audio") if any(name in str(key) for key in keys)), None
+    )
     if media is not None:
         article = "an" if media[0] in "ai" else "a"
         raise UsageError(f"{where} holds {article} {media}, but huorn is text only")
@@ -85,4 +92,6 @@ def write_messages(path: Path, messages: Sequence[Message]) -> None:
     try:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path} can not be written: {error.strerror}; name a file in a folder that can be written") from error
+        raise UsageError(
+            f"{path} can not be written: {error.strerror}; name a file in a folder that can be written"
+        ) from error

@@ -43,13 +43,23 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         """Raise UsageError that names the first setting outside its range (NaN is outside every range)."""
-        _require(0.0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or a finite positive number")
+        _require(
+            0.0 <= self.temperature < math.inf,
+            "temperature",
+            self.temperature,
+            "0 (greedy) or a finite positive number",
+        )
         _require(self.top_k >= 0, "top-k", self.top_k, "0 (no limit) or a positive whole number")
         _require(0.0 < self.top_p <= 1.0, "top-p", self.top_p, "above 0 and at most 1 (no limit)")
         _require(0.0 <= self.min_p <= 1.0, "min-p", self.min_p, "from 0 (no limit) to 1")
         positive = "a finite positive number (1 means none)"
-        _require(0.0 < self.repetition_penalty < math.inf, "repetition-penalty", self.repetition_penalty, positive)
-        for name, value in (("presence-penalty", self.presence_penalty), ("frequency-penalty", self.frequency_penalty)):
+        _require(
+            0.0 < self.repetition_penalty < math.inf, "repetition-penalty", self.repetition_penalty, positive
+        )
+        for name, value in (
+            ("presence-penalty", self.presence_penalty),
+            ("frequency-penalty", self.frequency_penalty),
+        ):
             _require(math.isfinite(value), name, value, "a finite number (0 means none)")
         _require(self.seed is None or self.seed >= 0, "seed", self.seed, "0 or a positive whole number")
 
@@ -88,7 +98,9 @@ class Sampler:
         if settings.repetition_penalty != 1.0 and self._seen:
             ids = torch.tensor(sorted(self._seen))
             seen = scores[ids]
-            scores[ids] = torch.where(seen > 0, seen / settings.repetition_penalty, seen * settings.repetition_penalty)
+            scores[ids] = torch.where(
+                seen > 0, seen / settings.repetition_penalty, seen * settings.repetition_penalty
+            )
         if (settings.presence_penalty or settings.frequency_penalty) and self._generated:
             ids = torch.tensor(list(self._generated.keys()))
             counts = torch.tensor(list(self._generated.values()), dtype=torch.float64)
@@ -117,7 +129,7 @@ def _check_finite_maximum(scores: Tensor) -> None:
     largest = float(scores.max())  # max() propagates NaN
     if not math.isfinite(largest):
         raise HuornError(
-            f"the model's largest logit is {largest}, so no token can be picked: the checkpoint's weights are damaged or not of this model"
+            f"the model's largest logit is {largest}, so no token can be picked: the checkpoint is damaged, try huorn verify"
         )
 
 

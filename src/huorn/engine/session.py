@@ -99,7 +99,9 @@ def _checked_threads(threads: int | None) -> int:
     if threads is None:
         return usable_cores(allowed, cpu_quota())
     if not 1 <= threads <= allowed:
-        raise UsageError(f"--threads is {threads}, but it must be from 1 to {allowed}, the cores this process may use")
+        raise UsageError(
+            f"--threads is {threads}, but it must be from 1 to {allowed}, the cores this process may use"
+        )
     return threads
 
 
@@ -108,7 +110,9 @@ def _checked_context(context: int | None, config: ModelConfig) -> int:
     if context is None:
         return min(DEFAULT_CONTEXT, longest)
     if not 1 <= context <= longest:
-        raise UsageError(f"--context is {context}, but it must be from 1 to {longest}, the longest this model was made for")
+        raise UsageError(
+            f"--context is {context}, but it must be from 1 to {longest}, the longest this model was made for"
+        )
     return context
 
 

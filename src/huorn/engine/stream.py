@@ -34,7 +34,9 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special = {
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
         # Python's replacement rule equals the one of the tokenizers library (Unicode 15, 3.9: one U+FFFD per maximal subpart).
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 

@@ -1,7 +1,8 @@
 """The chat template of a checkpoint: messages to prompt text.
 
 A template is foreign code, so it runs in Jinja's sandbox: it sees the messages and flags, can change nothing, and can reach
-neither Python's internals nor files. It gets what transformers gives it, apart from the clock: a prompt must not depend on the day.
+neither Python's internals nor files. It gets what transformers gives it, apart from the clock: a prompt must not depend on
+the day.
 """
 
 from __future__ import annotations
@@ -55,11 +56,17 @@ class ChatTemplate:
         if source is None:
             return None
         if not isinstance(source, str):
-            raise CheckpointError(f"{config_path}: chat_template must be a string or a list of named templates")
+            raise CheckpointError(
+                f"{config_path}: chat_template must be a string or a list of named templates"
+            )
         return cls(source, f"chat_template in {config_path}", tokens)
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, enable_thinking: bool | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
     ) -> str:
         """Return the prompt text of `messages`. `enable_thinking` None leaves the choice to the template.
 
@@ -81,8 +88,12 @@ class ChatTemplate:
                 if length > _LONGEST_PROMPT:
                     raise jinja2.TemplateError(f"it writes more than {_LONGEST_PROMPT:,} characters")
         except jinja2.exceptions.SecurityError as error:
-            raise UsageError(f"{self._origin} tries to leave the template sandbox: {_reason(error)}") from error
-        except Exception as error:  # foreign code: whatever it raises (TypeError, MemoryError, ...) is the template's fault
+            raise UsageError(
+                f"{self._origin} tries to leave the template sandbox: {_reason(error)}"
+            ) from error
+        except (
+            Exception
+        ) as error:  # foreign code: whatever it raises (TypeError, MemoryError, ...) is the template's fault
             raise UsageError(f"{self._origin} can not render these messages: {_reason(error)}") from error
         return "".join(pieces)
 
@@ -96,7 +107,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: object, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False
+) -> str:
     """JSON as transformers writes it for templates: Jinja's own filter would escape <, >, & and ' for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
 

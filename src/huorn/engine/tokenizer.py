@@ -19,7 +19,9 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     """
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing: a checkpoint needs its tokenizer.json to turn text into tokens")
+        raise CheckpointError(
+            f"{path} is missing: a checkpoint needs its tokenizer.json to turn text into tokens"
+        )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

@@ -10,18 +10,19 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import numpy as np
 
 PROBE_BYTES = 512 << 20
 # Two lanes of 1 MiB gave 3.1 GB/s on a virtual disk where one lane gave 1.5 and eight-MiB requests 1.4 to 1.7.
 LANES = 2
 REQUEST_BYTES = 1 << 20
 TIME_LIMIT_S = 3.0
+RAM_PROBE_BYTES = 512 << 20  # several times any last-level cache but the largest
+RAM_TIME_S = 1.0
 RAM_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
@@ -55,23 +56,28 @@ def measure_disk_read(place: Path) -> ReadSpeed:
     return ReadSpeed(speed, "; ".join(notes))
 
 
-def measure_ram_read(available_bytes: int) -> ReadSpeed | None:
-    """Rough read bandwidth of RAM: torch sums int64 words of 1 GiB (a quarter when RAM is short), best of four passes.
+def measure_ram_read(available_bytes: int, threads: int) -> ReadSpeed | None:
+    """Rough read bandwidth of RAM: NumPy sums 512 MiB, one slice per thread, best of some passes within a second.
 
     The words lie on huge pages where the kernel grants them: with 4 KiB pages filling 1 GiB took 3.7 s on a
-    virtual machine, longer than everything else here together. None with less than 1 GiB available.
+    virtual machine, longer than everything else here together. Plain threads, since OpenMP's barriers took twenty
+    times as long while another program was busy. None with less than 1 GiB available.
     """
     if available_bytes < 1 << 30:
         return None
-    size = 1 << 30 if available_bytes >= 4 << 30 else 1 << 28
-    with mmap.mmap(-1, size) as memory:
+    with mmap.mmap(-1, RAM_PROBE_BYTES) as memory, ThreadPoolExecutor(threads) as pool:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        words = torch.frombuffer(memory, dtype=torch.int64)
-        words.fill_(1)  # untouched pages are all the same zero page, which a cache serves
-        best = min(_seconds(words.sum) for _ in range(4))
-        del words
-    return ReadSpeed(size / best, f"rough: torch sum, {torch.get_num_threads()} threads")
+        slices = np.array_split(np.frombuffer(memory, np.int64), threads)
+        # Untouched pages are all the same zero page, which a cache serves.
+        list(pool.map(lambda words: words.fill(1), slices))
+        passes: list[float] = []
+        while len(passes) < 8 and sum(passes) < RAM_TIME_S:
+            start = time.perf_counter()
+            list(pool.map(np.sum, slices))
+            passes.append(time.perf_counter() - start)
+        del slices  # the mapping closes only when no array refers to it
+    return ReadSpeed(RAM_PROBE_BYTES / min(passes), f"rough: NumPy sum, {threads} threads")
 
 
 def largest_file(place: Path) -> Path | None:
@@ -139,9 +145,3 @@ def _make_direct(fd: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start

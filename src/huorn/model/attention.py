@@ -18,7 +18,7 @@ from huorn.model.state import KeyValues
 SCORE_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GatedAttention:
     """One full attention layer. qkv stacks q_proj (per head: head_dim rows of query, then head_dim of gate),
     k_proj and v_proj."""

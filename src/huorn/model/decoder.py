@@ -20,7 +20,7 @@ from huorn.model.rotary import Rotary
 from huorn.model.state import DecodeState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecoderLayer:
     """x + mixer(norm x), then x + moe(norm x)."""
 
@@ -30,7 +30,7 @@ class DecoderLayer:
     moe: MoeBlock
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decoder:
     """The whole model. It holds no sequence: everything about one is in its DecodeState."""
 

@@ -15,7 +15,7 @@ from huorn.model.norm import GatedRMSNorm
 from huorn.model.precision import Precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GatedDeltaNet:
     """One linear attention layer. projections stacks in_proj_qkv, in_proj_z, in_proj_b, in_proj_a.
 
@@ -42,7 +42,8 @@ class GatedDeltaNet:
         qkv, conv = causal_conv(qkv, conv, self.taps)
         qk, value = F.silu(qkv).split_with_sizes([2 * config.key_dim, config.value_dim], dim=-1)
         qk = l2_norm(qk.view(tokens, 2 * key_heads, config.linear_key_head_dim))
-        qk = qk.repeat_interleave(value_heads // key_heads, dim=1)  # value head h reads key head h // (Hv / Hk)
+        # Value head h reads key head h // (Hv / Hk).
+        qk = qk.unsqueeze(2).expand(-1, -1, value_heads // key_heads, -1).flatten(1, 2)
         query, key = qk.chunk(2, dim=1)
         log_decay = self.negative_rate * F.softplus(a + self.dt_bias)
 

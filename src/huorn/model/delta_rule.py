@@ -62,7 +62,9 @@ def delta_chunk(
     since = (total.unsqueeze(2) - total.unsqueeze(1)).float()  # [H, C, C]: log decay from token s to token t
     count = since.shape[-1]
     future = torch.ones(count, count, dtype=torch.bool).triu(1)
-    decay = since.masked_fill_(future, float("-inf")).exp()  # [H, C, C]; above the diagonal exp would overflow
+    decay = since.masked_fill_(
+        future, float("-inf")
+    ).exp()  # [H, C, C]; above the diagonal exp would overflow
     from_start = total.exp().float().unsqueeze(-1)  # [H, C, 1]
     to_end = (total[:, -1:] - total).exp().float().unsqueeze(-1)  # [H, C, 1]
 

@@ -15,7 +15,7 @@ from huorn.model.linear import Linear
 from huorn.model.precision import Precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routing:
     """The router's choice for T tokens: ids int32 [T, K] by falling weight, weights f32 [T, K] with rows of sum 1."""
 
@@ -23,7 +23,7 @@ class Routing:
     weights: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExpandedExpert:
     """One expert as matmul operands in F32: gate_up [2I, D] (gate rows, then up rows), down [D, I]."""
 
@@ -51,7 +51,7 @@ def route(logits: Tensor, top_k: int) -> Routing:
     return Routing(ids.int(), chosen / chosen.sum(-1, keepdim=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MoeBlock:
     """One MoE block. shared_in stacks gate_proj and up_proj of the shared expert and the one row of
     shared_expert_gate."""
@@ -67,9 +67,19 @@ class MoeBlock:
     def __call__(self, x: Tensor) -> Tensor:
         """x f32 [T, D], the operand -> f32 [T, D]: routed experts + sigmoid(shared gate) * shared expert."""
         routing = route(self.router(x), self.top_k)
-        return combine(self._pair_outputs(x, routing), routing.weights) + self._shared(x)
+        outputs = self._one_token(x, routing) if x.shape[0] == 1 else self._bucketed(x, routing)
+        return combine(outputs, routing.weights) + self._shared(x)
 
-    def _pair_outputs(self, x: Tensor, routing: Routing) -> Tensor:
+    def _one_token(self, x: Tensor, routing: Routing) -> Tensor:
+        """The expert output of every rank of one token, f32 [1, K, D]."""
+        experts = list(self.experts.ready(self.layer, routing.ids[0].tolist()))
+        hidden = self._activation(torch.cat([F.linear(x, expert.gate_up) for expert in experts]))  # [K, I]
+        rows = hidden.split_with_sizes([1] * len(experts))
+        return torch.cat([F.linear(row, expert.down) for row, expert in zip(rows, experts, strict=True)])[
+            None
+        ]
+
+    def _bucketed(self, x: Tensor, routing: Routing) -> Tensor:
         """The expert output of every routed pair, f32 [T, K, D]. Pairs are packed by expert, so that an expert's
         weights are read once however many tokens chose it."""
         by_pair = routing.ids.flatten()  # pair p = token * K + rank
@@ -77,26 +87,30 @@ class MoeBlock:
         counts = Counter(by_expert.tolist())  # active experts, by rising id, with the number of their pairs
         columns = x[pairs // self.top_k].split_with_sizes(list(counts.values()))
         experts = self.experts.ready(self.layer, list(counts))
-        packed = torch.cat([self._expert(c, e) for c, e in zip(columns, experts, strict=True)])
+        packed = torch.cat(
+            [
+                F.linear(self._activation(F.linear(x, expert.gate_up)), expert.down)
+                for x, expert in zip(columns, experts, strict=True)
+            ]
+        )
         outputs = torch.empty_like(packed).index_copy_(0, pairs, packed)
         return outputs.view(-1, self.top_k, x.shape[1])
 
-    def _expert(self, x: Tensor, expert: ExpandedExpert) -> Tensor:
-        """down(silu(gate x) * up x) for the n tokens of one bucket, f32 [n, D]."""
-        gate, up = F.linear(x, expert.gate_up).chunk(2, dim=-1)
-        return F.linear(self.precision.operand(F.silu(gate) * up), expert.down)
+    def _activation(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, as the operand of down: f32 [n, 2I] -> f32 [n, I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.precision.operand(F.silu(gate) * up)
 
     def _shared(self, x: Tensor) -> Tensor:
-        width = (self.shared_in.outputs - 1) // 2
-        gate, up, switch = self.shared_in(x).split_with_sizes([width, width, 1], dim=-1)
-        return switch.sigmoid() * self.shared_down(self.precision.operand(F.silu(gate) * up))
+        gate_up, switch = self.shared_in(x).split_with_sizes([self.shared_in.outputs - 1, 1], dim=-1)
+        return switch.sigmoid() * self.shared_down(self._activation(gate_up))
 
 
 def combine(outputs: Tensor, weights: Tensor) -> Tensor:
     """Sum over ranks of weights * outputs, in rank order: it does not depend on how pairs were scheduled.
     outputs f32 [T, K, D], weights f32 [T, K] -> f32 [T, D]."""
-    weights = weights.unsqueeze(-1)
-    total = weights[:, 0] * outputs[:, 0]
-    for rank in range(1, outputs.shape[1]):
-        total.addcmul_(weights[:, rank], outputs[:, rank])
+    first, *rest = zip(weights.unsqueeze(-1).unbind(1), outputs.unbind(1), strict=True)
+    total = first[0] * first[1]
+    for weight, output in rest:
+        total.addcmul_(weight, output)
     return total

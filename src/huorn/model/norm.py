@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * scale, all F32, scale f32 [N]. The checkpoint stores w = scale - 1."""
 
@@ -25,7 +25,7 @@ class RMSNorm:
         return F.rms_norm(x, self.scale.shape, self.scale, self.eps)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GatedRMSNorm:
     """The norm behind the delta rule, times silu(z). scale f32 [N] is the weight as stored, with no 1 added."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from huorn.checkpoint.config import ModelConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rotation:
     """cos and sin f32 [T, 1, rotary_dim / 2] of T consecutive positions."""
 

@@ -13,7 +13,7 @@ from huorn.errors import UsageError
 from huorn.model.precision import Precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeyValues:
     """One full layer: keys and values [context, Hkv, head_dim] in the KV dtype. Rows from `position` on are free."""
 
@@ -47,7 +47,9 @@ class DecodeState:
         The KV cache takes address space at once but memory only as its rows are written."""
         longest = config.max_position_embeddings
         if not 1 <= context <= longest:
-            raise UsageError(f"a context of {context} tokens is not possible: this model takes 1 to {longest}")
+            raise UsageError(
+                f"a context of {context} tokens is not possible: this model takes 1 to {longest}"
+            )
         rows = (context, config.num_key_value_heads, config.head_dim)
         memory = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
         inputs = (config.linear_conv_kernel_dim - 1, config.conv_dim)

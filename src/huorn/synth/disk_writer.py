@@ -27,7 +27,8 @@ class DiskWriter:
 
     def __init__(self) -> None:
         self._lanes = ThreadPoolExecutor(LANES, thread_name_prefix="write")
-        self._buffers: list[Bytes] = [np.frombuffer(mmap.mmap(-1, CHUNK_BYTES), np.uint8) for _ in range(BUFFERS)]
+        memory = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(BUFFERS)]  # page aligned, as O_DIRECT wants
+        self._buffers: list[Bytes] = [np.frombuffer(buffer, np.uint8) for buffer in memory]
 
     def __enter__(self) -> Self:
         return self
@@ -56,7 +57,7 @@ class DiskWriter:
             future, data = pending.popleft()
             future.result()
             if digest is not None:
-                digest.update(data)
+                digest.update(data.data)
             advance(len(data))
 
         try:
@@ -67,7 +68,8 @@ class DiskWriter:
                     retire()
                 buffer = self._buffers[number % BUFFERS]
                 data = buffer[: min(CHUNK_BYTES, size - offset)]
-                pending.append((self._lanes.submit(_fill_and_write, fd, offset, buffer, len(data), fill), data))
+                job = self._lanes.submit(_fill_and_write, fd, offset, buffer, len(data), fill)
+                pending.append((job, data))
             while pending:
                 retire()
             os.ftruncate(fd, size)  # the last chunk was written up to a multiple of ALIGNMENT
@@ -95,9 +97,11 @@ def _open(path: Path) -> tuple[int, bool]:
     return os.open(path, flags, 0o644), False
 
 
-def _fill_and_write(fd: int, offset: int, buffer: Bytes, length: int, fill: Callable[[int, Bytes], None]) -> None:
+def _fill_and_write(
+    fd: int, offset: int, buffer: Bytes, length: int, fill: Callable[[int, Bytes], None]
+) -> None:
     fill(offset, buffer[:length])
     padded = -(-length // ALIGNMENT) * ALIGNMENT
     done = 0
     while done < padded:
-        done += os.pwrite(fd, buffer[done:padded], offset + done)
+        done += os.pwrite(fd, buffer[done:padded].data, offset + done)

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from huorn.checkpoint.fp8 import F8_MAX
+
 Bytes = npt.NDArray[np.uint8]
 
 LONG_POOL = 16_777_259  # the prime after 2^24
@@ -28,8 +30,8 @@ SIGN_POOL = 4_194_319  # the prime after 2^22
 # A draw is the sum of four uniform bytes, 0 to 1020: close to a normal distribution cut off at 3.45 deviations.
 DRAW_MEAN = 510
 DRAW_STD = 147.80
-F8_MAX = 448.0
-CODE_STD = F8_MAX / DRAW_MEAN * DRAW_STD  # of the stored E4M3 values: 129.8, so that a block's largest is near 448
+# Of the stored E4M3 values: 129.8, so that the largest of a block is near 448.
+CODE_STD = F8_MAX / DRAW_MEAN * DRAW_STD
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
 
@@ -73,11 +75,21 @@ class NumberSource:
 
     def fill(self, name: str, kind: Values, start: int, out: Bytes) -> None:
         """Write bytes [start, start + len(out)) of the tensor `name`, as stored in the file, into `out`."""
-        pool = self._pools[kind]
-        value_place, sign_place = window_start(self._seed, name)
-        _copy_window(pool, value_place * kind.itemsize + start, out)
-        if kind.mean == 0.0:
-            _flip_signs(self._signs[kind.itemsize], sign_place * kind.itemsize + start, out)
+        pool, signs = self._pools[kind], self._signs[kind.itemsize] if kind.mean == 0.0 else None
+        value_place, sign_place = (place * kind.itemsize + start for place in window_start(self._seed, name))
+        done = 0
+        while done < len(out):
+            value = (value_place + done) % len(pool)
+            count = min(len(out) - done, len(pool) - value)
+            if signs is None:
+                out[done : done + count] = pool[value : value + count]
+            else:
+                sign = (sign_place + done) % len(signs)
+                count = min(count, len(signs) - sign)
+                np.bitwise_xor(
+                    pool[value : value + count], signs[sign : sign + count], out=out[done : done + count]
+                )
+            done += count
 
 
 @lru_cache(maxsize=65_536)  # a tensor cut by a chunk boundary asks again
@@ -87,42 +99,25 @@ def window_start(seed: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little") % LONG_POOL, int.from_bytes(digest[4:], "little") % SIGN_POOL
 
 
-def _copy_window(pool: Bytes, start: int, out: Bytes) -> None:
-    """out[i] = pool[(start + i) mod len(pool)]"""
-    done = 0
-    while done < len(out):
-        begin = (start + done) % len(pool)
-        count = min(len(out) - done, len(pool) - begin)
-        out[done : done + count] = pool[begin : begin + count]
-        done += count
-
-
-def _flip_signs(mask: Bytes, start: int, out: Bytes) -> None:
-    """out[i] ^= mask[(start + i) mod len(mask)]"""
-    done = 0
-    while done < len(out):
-        begin = (start + done) % len(mask)
-        count = min(len(out) - done, len(mask) - begin)
-        part = out[done : done + count]
-        np.bitwise_xor(part, mask[begin : begin + count], out=part)
-        done += count
-
-
 def _draw(seed: int, count: int) -> npt.NDArray[np.uint16]:
     """`count` sums of four bytes of PCG64's stream, uint16 [count]."""
-    raw = np.random.PCG64([seed, 0]).random_raw(count // 2 + 1).astype("<u8", copy=False).view(np.uint8).reshape(-1, 4)
-    sums = raw[:, 0].astype(np.uint16)
+    quads = _random_bytes([seed, 0], 4 * count).reshape(-1, 4)
+    sums = quads[:, 0].astype(np.uint16)
     for column in (1, 2, 3):
-        sums += raw[:, column]
-    return sums[:count]
+        sums += quads[:, column]
+    return sums
 
 
 def _sign_mask(seed: int, itemsize: int) -> Bytes:
     """Bytes to XOR onto little-endian elements of `itemsize` bytes: the top bit of half of the elements."""
-    stream = np.random.PCG64([seed, itemsize]).random_raw(SIGN_POOL // 8 + 1).astype("<u8", copy=False)
     mask = np.zeros((SIGN_POOL, itemsize), np.uint8)
-    mask[:, -1] = stream.view(np.uint8)[:SIGN_POOL] & 0x80
+    mask[:, -1] = _random_bytes([seed, itemsize], SIGN_POOL) & 0x80
     return mask.reshape(-1)
+
+
+def _random_bytes(seed: list[int], count: int) -> Bytes:
+    words = np.random.PCG64(seed).random_raw(-(-count // 8)).astype("<u8", copy=False)
+    return words.view(np.uint8)[:count]
 
 
 def _stored_values(kind: Values) -> npt.NDArray[np.unsignedinteger]:

@@ -27,8 +27,11 @@ class Preset:
         if layers is None:
             return self.config
         if not 1 <= layers <= 4096:
-            raise UsageError(f"--layers {layers} is out of range; give 1 to 4096 (the release has {self.config.num_hidden_layers})")
-        return self.config.model_copy(update={"num_hidden_layers": layers, "layer_types": layer_types(layers)})
+            release = self.config.num_hidden_layers
+            raise UsageError(f"--layers {layers} is out of range; give 1 to 4096 (the release has {release})")
+        return self.config.model_copy(
+            update={"num_hidden_layers": layers, "layer_types": layer_types(layers)}
+        )
 
 
 def layer_types(layers: int) -> tuple[LayerType, ...]:
@@ -114,7 +117,7 @@ def _unconverted_modules(config: ModelConfig) -> list[str]:
         modules += [f"{layer}mlp.gate", f"{layer}mlp.shared_expert_gate"]
         if kind == "linear_attention":
             modules += [f"{layer}linear_attn.{part}" for part in ("conv1d", "in_proj_a", "in_proj_b")]
-    return modules + ["mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate"]
+    return [*modules, "mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate"]
 
 
 _CONFIG_FIELDS = (

@@ -25,8 +25,10 @@ class SynthState:
     finished: dict[str, str | None] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
-        """Replace the state file in one step."""
-        write_atomically(directory / STATE_FILE, json.dumps(asdict(self), indent=1))
+        """Replace the state file in one step. Not forced to disk: losing it costs a rewrite, forcing it a second a shard."""
+        temporary = directory / (STATE_FILE + PART_SUFFIX)
+        temporary.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        temporary.replace(directory / STATE_FILE)
 
     def resume(self, directory: Path) -> None:
         """Take over the finished shards of an earlier run in `directory`, if there is one.
@@ -44,8 +46,12 @@ class SynthState:
             raise UsageError(f"{path} is damaged; delete {directory} and start again") from error
         if earlier.request() != self.request():
             begun = ", ".join(f"{name} {value}" for name, value in earlier.request().items())
-            raise UsageError(f"{directory} holds an unfinished run with {begun}; continue that one or delete the folder")
-        self.finished = {name: digest for name, digest in earlier.finished.items() if (directory / name).exists()}
+            raise UsageError(
+                f"{directory} holds an unfinished run with {begun}; continue that one or delete the folder"
+            )
+        self.finished = {
+            name: digest for name, digest in earlier.finished.items() if (directory / name).exists()
+        }
 
     def request(self) -> dict[str, object]:
         """What must be equal for a run to be a continuation of another."""

@@ -11,7 +11,7 @@ from huorn.synth.tensors import SynthTensor
 
 
 class ShardContent:
-    """The bytes of one shard. `fill` may be called from several threads and in any order."""
+    """The bytes of one shard. `fill` may be called from several threads and in any order, once `source` is prepared."""
 
     def __init__(self, tensors: Sequence[SynthTensor], source: NumberSource) -> None:
         self._source = source
@@ -20,7 +20,6 @@ class ShardContent:
         self._starts = [len(self._header)]
         for tensor in tensors:
             self._starts.append(self._starts[-1] + tensor.nbytes)
-        source.prepare({tensor.values for tensor in tensors})
 
     @property
     def size(self) -> int:
@@ -48,7 +47,11 @@ def _header(tensors: Sequence[SynthTensor]) -> bytes:
     position = 0
     for tensor in tensors:
         end = position + tensor.nbytes
-        entries[tensor.name] = {"dtype": tensor.values.dtype, "shape": tensor.shape, "data_offsets": [position, end]}
+        entries[tensor.name] = {
+            "dtype": tensor.values.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [position, end],
+        }
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

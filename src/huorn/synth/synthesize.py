@@ -78,6 +78,7 @@ def synthesize(
     _check_free_disk(out, to_write)
 
     start = time.perf_counter()
+    source.prepare({tensor.values for tensors in plan.values() for tensor in tensors})
     try:
         out.mkdir(parents=True, exist_ok=True)
         state.save(out)
@@ -90,7 +91,9 @@ def synthesize(
         write_atomically(out / INDEX_FILE, _index(plan))
         (out / STATE_FILE).unlink()
     except OSError as error:
-        raise UsageError(f"{out} can not be written ({error.strerror}); the same command continues later") from error
+        raise UsageError(
+            f"{out} can not be written ({error.strerror}); the same command continues later"
+        ) from error
     return SynthReport(
         directory=out,
         preset=preset,
@@ -132,7 +135,9 @@ def _check_free_disk(out: Path, to_write: int) -> None:
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     needed, free = to_write + SLACK_BYTES, shutil.disk_usage(existing).free
     if needed > free:
-        raise UsageError(f"{out} needs {needed / 1e9:.1f} GB of disk, but {free / 1e9:.1f} GB are free; give --out another disk")
+        raise UsageError(
+            f"{out} needs {needed / 1e9:.1f} GB of disk, but {free / 1e9:.1f} GB are free; give --out another disk"
+        )
 
 
 def _small_files(preset: Preset, config: ModelConfig, seed: int) -> dict[str, str]:

@@ -106,7 +106,10 @@ def _shards_by_size(tensors: list[SynthTensor]) -> dict[str, list[SynthTensor]]:
             room = BF16_SHARD_BYTES
         groups[-1].append(tensor)
         room -= tensor.nbytes
-    return {f"model.safetensors-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
+    return {
+        f"model.safetensors-{n:05}-of-{len(groups):05}.safetensors": group
+        for n, group in enumerate(groups, 1)
+    }
 
 
 def _stored(name: str, shape: tuple[int, ...], as_f8: bool) -> Iterator[SynthTensor]:
@@ -120,7 +123,7 @@ def _stored(name: str, shape: tuple[int, ...], as_f8: bool) -> Iterator[SynthTen
 
 
 def _tensor(name: str, shape: tuple[int, ...], values: Values) -> SynthTensor:
-    return SynthTensor(name, shape, replace(values, long=prod(shape) > SHORT_POOL))
+    return SynthTensor(name, shape, replace(values, long=True) if prod(shape) > SHORT_POOL else values)
 
 
 def _values(name: str, shape: tuple[int, ...]) -> Values:

@@ -96,11 +96,17 @@ def special_token_id(token: str, vocab_size: int) -> int:
 
 
 def tokenizer_json(vocab_size: int) -> str:
-    """Text of tokenizer.json with ids 0 to vocab_size - 1, each a token. `vocab_size` is at least 289: bytes and special tokens."""
+    """Text of tokenizer.json with ids 0 to vocab_size - 1, each a token.
+
+    `vocab_size` is at least 289: 256 bytes and 33 special tokens.
+    """
     base = _base_size(vocab_size)
     merges = list(islice(_merges(), base - 256))
     vocab = [*_byte_characters(), *(left + right for left, right in merges)]
-    added = [*SPECIAL_TOKENS.items(), *((f"<|unused_{n}|>", True) for n in range(vocab_size - base - len(SPECIAL_TOKENS)))]
+    added = [
+        *SPECIAL_TOKENS.items(),
+        *((f"<|unused_{n}|>", True) for n in range(vocab_size - base - len(SPECIAL_TOKENS))),
+    ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": SPLIT_PATTERN}, "behavior": "Isolated", "invert": False}
     document = {
@@ -153,7 +159,10 @@ def _base_size(vocab_size: int) -> int:
 def _merges() -> Iterator[tuple[str, str]]:
     """Pairs of tokens that BPE joins, most common first: 702 pairs, 18,252 threes, 474,552 fours."""
     starts = SPACE + LETTERS
-    pairs = [(a, b) for _, a, b in sorted((starts.index(a) + LETTERS.index(b), a, b) for a in starts for b in LETTERS)]
+    pairs = [
+        (a, b)
+        for _, a, b in sorted((starts.index(a) + LETTERS.index(b), a, b) for a in starts for b in LETTERS)
+    ]
     yield from pairs
     joined = [a + b for a, b in pairs]
     inner = [pair for pair in joined if SPACE not in pair]

@@ -13,17 +13,17 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from huorn.machine_limits import cpu_quota, memory_limit
-from huorn.machine_speed import ReadSpeed, measure_disk_read, measure_ram_read
+from huorn.doctor.fit import ModelFit, model_fits
+from huorn.machine.facts import Gpu, allowed_cores, cpu_model, gpus, instruction_sets, ram_bytes, usable_cores
+from huorn.machine.limits import cpu_quota, memory_limit
+from huorn.machine.speed import ReadSpeed, measure_disk_read, measure_ram_read
 from huorn.memory import format_bytes
-from huorn.model_fit import ModelFit, model_fits
 
 # Backends of the design with what keeps each from running in this version; None = it runs.
 BACKENDS = {
@@ -82,8 +82,7 @@ class MachineReport:
             ("disk", "folder", self.disk_path),
             ("disk", "free", format_bytes(self.disk_free_bytes)),
             ("disk", "read speed", _speed(self.disk_read)),
-            *(("GPU", gpu.name, _gpu(gpu)) for gpu in self.gpus or ()),
-            *([] if self.gpus else [("GPU", "none", "")]),
+            *([("GPU", gpu.name, _gpu(gpu)) for gpu in self.gpus] or [("GPU", "none", "")]),
             ("software", "Python", self.python_version),
             ("software", "PyTorch", self.torch_version),
             *(("backend", b.name, "usable" if b.usable else b.reason) for b in self.backends),
@@ -111,7 +110,7 @@ def inspect_machine(disk: Path, context: int = 4096) -> MachineReport:
     """
     allowed, quota = allowed_cores(), cpu_quota()
     total, available = ram_bytes()
-    limit = memory_limit()
+    limit, cores = memory_limit(), usable_cores(allowed, quota)
     if limit is not None:
         available = max(0, min(available, limit.bytes - limit.used_bytes))
     folder = disk if disk.is_dir() else disk.parent
@@ -122,11 +121,11 @@ def inspect_machine(disk: Path, context: int = 4096) -> MachineReport:
         cores_present=os.cpu_count() or 1,
         cores_allowed=allowed,
         cpu_quota=quota,
-        cores_usable=usable_cores(allowed, quota),
+        cores_usable=cores,
         ram_total_bytes=total,
         ram_available_bytes=available,
         ram_limit_bytes=None if limit is None else limit.bytes,
-        ram_read=measure_ram_read(available),
+        ram_read=measure_ram_read(available, cores),
         disk_path=str(folder.resolve()),
         disk_free_bytes=shutil.disk_usage(folder).free,
         disk_read=measure_disk_read(disk),

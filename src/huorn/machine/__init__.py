@@ -1,0 +1,1 @@
+"""What this machine has: cores and their limits, instruction sets, RAM, GPUs, and rough speeds. Knows nothing of models."""

@@ -1,0 +1,123 @@
+"""How many bytes of RAM a model needs: what must be resident, what is only mapped, and the state of one request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from huorn.checkpoint.config import ModelConfig
+from huorn.checkpoint.names import SCALE_SUFFIX
+from huorn.checkpoint.reader import Checkpoint
+from huorn.checkpoint.tensor_check import kind_of
+from huorn.model.load import expanded_bytes
+from huorn.model.precision import Precision
+from huorn.model.state import state_bytes
+
+# First match wins; what no pattern matches is a router, a shared expert's gate or a norm.
+_GROUPS = {
+    "embedding": "embed_tokens.",
+    "output head": "lm_head.",
+    "linear attention": ".linear_attn.",
+    "full attention": ".self_attn.",
+    "shared experts": ".mlp.shared_expert.",
+    "routed experts": ".mlp.experts.",
+}
+_REST = "routers and norms"
+_PROGRAM = "Python and PyTorch"
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """One line of a budget; `resident` False: mapped from the file, in RAM only as far as the kernel caches it."""
+
+    name: str
+    bytes: int
+    resident: bool
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What one model with one request takes."""
+
+    lines: tuple[MemoryLine, ...]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that must stay in RAM, the program's own included."""
+        return sum(line.bytes for line in self.lines if line.resident)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes that are read from the checkpoint when they are used."""
+        return sum(line.bytes for line in self.lines if not line.resident)
+
+    @property
+    def program_bytes(self) -> int:
+        """What Python and PyTorch hold before a model is opened."""
+        return next(line.bytes for line in self.lines if line.name == _PROGRAM)
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(what, size, where) in print order, the sum of what is resident last."""
+        table = [
+            (line.name, format_bytes(line.bytes), "in RAM" if line.resident else "mapped, read when used")
+            for line in self.lines
+        ]
+        return [*table, ("resident in all", format_bytes(self.resident_bytes), "in RAM")]
+
+
+def checkpoint_budget(
+    checkpoint: Checkpoint, context: int, precision: Precision, expand_limit_bytes: int = 1 << 30
+) -> MemoryBudget:
+    """Budget of an open checkpoint, from its headers alone: no tensor is read.
+
+    A model within `expand_limit_bytes` (as in load_decoder) is held in F32 with all its experts.
+    """
+    text = {name: info for name, info in checkpoint.infos.items() if kind_of(name) == "text"}
+    expanded = expanded_bytes(checkpoint) <= expand_limit_bytes
+    if expanded:
+        sizes = {n: 4 * prod(info.shape) for n, info in text.items() if not n.endswith(SCALE_SUFFIX)}
+    else:
+        sizes = {n: info.nbytes for n, info in text.items()}
+    program = resident_set_bytes()
+    return memory_budget(sizes, checkpoint.config, context, precision, program, experts_resident=expanded)
+
+
+def memory_budget(
+    sizes: Mapping[str, int],
+    config: ModelConfig,
+    context: int,
+    precision: Precision,
+    program_bytes: int,
+    experts_resident: bool = False,
+) -> MemoryBudget:
+    """Budget from the bytes that each text tensor takes (name, with or without prefix -> bytes)."""
+    groups = dict.fromkeys([*_GROUPS, _REST], 0)
+    for name, nbytes in sizes.items():
+        groups[next((group for group, part in _GROUPS.items() if part in name), _REST)] += nbytes
+    kv, recurrent = state_bytes(config, context, precision)
+    weights = [
+        MemoryLine(group, nbytes, group != "routed experts" or experts_resident)
+        for group, nbytes in groups.items()
+        if nbytes
+    ]
+    state = [
+        MemoryLine(f"keys and values of {context:,} tokens", kv, True),
+        MemoryLine("delta-net state", recurrent, True),
+    ]
+    return MemoryBudget((MemoryLine(_PROGRAM, program_bytes, True), *weights, *state))
+
+
+def resident_set_bytes(statm: Path = Path("/proc/self/statm")) -> int:
+    """What this process holds in RAM now, 0 where there is no /proc: after imports, Python and PyTorch themselves."""
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+def format_bytes(count: int) -> str:
+    """ "3.5 GB", "63.0 MB", "512 bytes": decimal units, as disks and link speeds are sold in."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,102 @@
+"""The budget of a model against figures known of the 35B shape, and against what a small one really has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from huorn.checkpoint.reader import Checkpoint
+from huorn.memory import (
+    MemoryBudget,
+    checkpoint_budget,
+    format_bytes,
+    memory_budget,
+    resident_set_bytes,
+)
+from huorn.model.precision import Precision
+from huorn.synth.presets import find_preset
+from huorn.synth.synthesize import synthesize
+from huorn.synth.tensors import text_tensors
+
+
+def lines(budget: MemoryBudget) -> dict[str, int]:
+    return {line.name: line.bytes for line in budget.lines}
+
+
+@pytest.fixture(scope="module")
+def large() -> MemoryBudget:
+    config = find_preset("qwen3.5-35b-a3b-fp8").config
+    sizes = {tensor.name: tensor.nbytes for tensor in text_tensors(config)}
+    return memory_budget(sizes, config, 4096, Precision.BF16, program_bytes=1000)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    out = tmp_path_factory.mktemp("memory") / "model"
+    synthesize("tiny-fp8", out, None, 0, lambda done, total: None)
+    return Checkpoint.open(out)
+
+
+def test_35b_shape(large: MemoryBudget) -> None:
+    """Figures of checkpoint.md: what one decoded token reads of each group is all there is of it."""
+    found = lines(large)
+    for name, gigabytes in {
+        "embedding": 1.017,
+        "output head": 1.017,
+        "linear attention": 1.01,
+        "full attention": 0.27,
+        "shared experts": 0.126,
+        "routers and norms": 0.042,
+        "routed experts": 32.2,
+    }.items():
+        assert found[name] / 1e9 == pytest.approx(gigabytes, rel=0.02), name
+    assert found["keys and values of 4,096 tokens"] == 4096 * 20 * 1024
+    assert found["delta-net state"] / 2**20 == pytest.approx(63, abs=0.5)
+
+
+def test_experts_are_not_counted_as_resident(large: MemoryBudget) -> None:
+    assert large.mapped_bytes == lines(large)["routed experts"]
+    assert large.resident_bytes == sum(lines(large).values()) - large.mapped_bytes
+    assert large.program_bytes == 1000
+    rows = large.rows()
+    assert rows[-1] == ("resident in all", format_bytes(large.resident_bytes), "in RAM")
+    assert [row for row in rows if row[2] != "in RAM"] == [
+        ("routed experts", "32.2 GB", "mapped, read when used")
+    ]
+
+
+def test_stored_weights_of_a_checkpoint_are_all_in_it(small: Checkpoint) -> None:
+    budget = checkpoint_budget(small, 100, Precision.F32, expand_limit_bytes=0)
+    stored = sum(info.nbytes for name, info in small.infos.items() if not name.startswith("mtp."))
+    state = sum(b for name, b in lines(budget).items() if name.startswith(("keys", "delta-net")))
+    assert sum(lines(budget).values()) - budget.program_bytes - state == stored
+    assert budget.mapped_bytes > 0
+
+
+def test_small_models_are_held_in_f32_with_their_experts(small: Checkpoint) -> None:
+    as_stored, expanded = (checkpoint_budget(small, 100, Precision.F32, limit) for limit in (0, 1 << 30))
+    assert expanded.mapped_bytes == 0
+    experts = small.config.num_hidden_layers * small.config.num_experts * 3
+    weights = small.config.moe_intermediate_size * small.config.hidden_size
+    assert lines(expanded)["routed experts"] == 4 * experts * weights
+    assert lines(expanded)["embedding"] == 2 * lines(as_stored)["embedding"]  # BF16 in the file
+
+
+def test_resident_set(tmp_path: Path) -> None:
+    assert 50e6 < resident_set_bytes() < 50e9  # PyTorch is imported
+    assert resident_set_bytes(tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (20_480, "20.5 KB"),
+        (66_000_000, "66.0 MB"),
+        (3_470_000_000, "3.5 GB"),
+    ],
+)
+def test_format_bytes(count: int, text: str) -> None:
+    assert format_bytes(count) == text
