@@ -32,7 +32,9 @@ def imported_parts(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("part", sorted(ALLOWED))
 def test_part_imports_only_what_lies_below(part: str) -> None:
-    files = [SOURCE / f"{part}.py"] if (SOURCE / f"{part}.py").exists() else sorted((SOURCE / part).rglob("*.py"))
+    files = (
+        [SOURCE / f"{part}.py"] if (SOURCE / f"{part}.py").exists() else sorted((SOURCE / part).rglob("*.py"))
+    )
     assert files, f"{part} is gone: take it out of this table"
     for file in files:
         wrong = imported_parts(file) - ALLOWED[part] - {part, "errors"}

@@ -70,7 +70,9 @@ def text_config(shape: Shape, eos: list[int]) -> dict[str, Any]:
 
 def f32_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Text-only names, experts fused as in the BF16 release."""
-    return {name if name.startswith("lm_head") else "model." + name: tensor for name, tensor in weights.items()}
+    return {
+        name if name.startswith("lm_head") else "model." + name: tensor for name, tensor in weights.items()
+    }
 
 
 def fp8_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -105,7 +107,9 @@ def split_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def write_checkpoint(weights: dict[str, Tensor], tokenizer: Path, out: Path, layout: Format) -> None:
     """Write a whole checkpoint folder: weights, configs, tokenizer, chat template."""
-    vocabulary = {token["content"]: token["id"] for token in json.loads(tokenizer.read_text())["added_tokens"]}
+    vocabulary = {
+        token["content"]: token["id"] for token in json.loads(tokenizer.read_text())["added_tokens"]
+    }
     eos = [vocabulary["<|im_end|>"], vocabulary["<|endoftext|>"]]
     text = text_config(Shape(), eos)
     config: dict[str, Any] = {"architectures": ["Qwen3_5MoeForCausalLM"], **text, "dtype": "float32"}
@@ -129,7 +133,10 @@ def write_checkpoint(weights: dict[str, Tensor], tokenizer: Path, out: Path, lay
     (out / "model.safetensors").chmod(0o644)  # safetensors makes it private to the user
     write_json(out / "config.json", config)
     write_json(out / "generation_config.json", {"eos_token_id": eos})
-    write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"})
+    write_json(
+        out / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"},
+    )
     shutil.copyfile(CHAT_TEMPLATE, out / "chat_template.jinja")
     shutil.copyfile(tokenizer, out / "tokenizer.json")
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.native import ConvSilu, CrossEntropy, DeltaScan, GatedNorm, RMSNorm, RoutedExperts
+from training.native import ConvSilu, CrossEntropy, DeltaScan, GatedNorm, RMSNorm, RoutedExperts, fused
 
 BF16 = torch.bfloat16
 
@@ -145,7 +145,7 @@ class Seedling:
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """tokens, targets [B, S] int64 -> (mean cross entropy in nats, mean balancing loss over layers)."""
         x, balance = self.hidden(tokens)
-        return CrossEntropy.apply(x, self.weights["lm_head.weight"], targets.reshape(-1)), balance
+        return fused(CrossEntropy, x, self.weights["lm_head.weight"], targets.reshape(-1)), balance
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """tokens [B, S] -> (final normed hidden [B * S, D] bf16, balancing loss)."""
@@ -160,8 +160,7 @@ class Seedling:
         return self.norm(x, "norm.weight"), balance / self.shape.num_hidden_layers
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        out: Tensor = RMSNorm.apply(x, self.weights[name], self.shape.rms_norm_eps)
-        return out
+        return fused(RMSNorm, x, self.weights[name], self.shape.rms_norm_eps)
 
     def attention(self, layer: int, x: Tensor, b: int, s: int) -> Tensor:
         """Gated full attention. x [B * S, D] bf16 -> [B * S, D] bf16."""
@@ -189,15 +188,15 @@ class Seedling:
             shape.linear_value_head_dim,
         )
         qkv = linear(x, w[p + "in_proj_qkv.weight"]).view(b, s, -1)
-        qkv = ConvSilu.apply(qkv, w[p + "conv1d.weight"].squeeze(1))
+        qkv = fused(ConvSilu, qkv, w[p + "conv1d.weight"].squeeze(1))
         q, k, v = qkv.split([shape.key_dim, shape.key_dim, shape.value_dim], dim=-1)
         q = l2_norm(q.reshape(b, s, hk, dk).float()) * dk**-0.5
         k = l2_norm(k.reshape(b, s, hk, dk).float())
         a, beta = linear(x, w[p + "in_proj_a.weight"]).float(), linear(x, w[p + "in_proj_b.weight"]).float()
         g = -w[p + "A_log"].exp() * F.softplus(a + w[p + "dt_bias"])
-        out = DeltaScan.apply(q, k, v.reshape(b, s, hv, dv), g.view(b, s, hv), beta.sigmoid().view(b, s, hv))
+        out = fused(DeltaScan, q, k, v.reshape(b, s, hv, dv), g.view(b, s, hv), beta.sigmoid().view(b, s, hv))
         z = linear(x, w[p + "in_proj_z.weight"]).view(-1, dv)
-        out = GatedNorm.apply(out.reshape(-1, dv), z, w[p + "norm.weight"], shape.rms_norm_eps)
+        out = fused(GatedNorm, out.reshape(-1, dv), z, w[p + "norm.weight"], shape.rms_norm_eps)
         return linear(out.view(b * s, -1), w[p + "out_proj.weight"])
 
     def moe(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,8 +205,13 @@ class Seedling:
         probability = linear(x, w[p + "gate.weight"]).float().softmax(-1)
         top, ids = probability.topk(shape.num_experts_per_tok, dim=-1)
         self.routing.append(ids)
-        routed = RoutedExperts.apply(
-            x, ids, top / top.sum(-1, keepdim=True), w[p + "experts.gate_up_proj"], w[p + "experts.down_proj"]
+        routed = fused(
+            RoutedExperts,
+            x,
+            ids,
+            top / top.sum(-1, keepdim=True),
+            w[p + "experts.gate_up_proj"],
+            w[p + "experts.down_proj"],
         )
         share = torch.bincount(ids.reshape(-1), minlength=shape.num_experts) / ids.numel()
         balance = shape.num_experts * (share * probability.mean(0)).sum()

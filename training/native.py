@@ -55,6 +55,12 @@ def call(name: str, *arguments: Tensor | int | float) -> None:
     getattr(library(), name)(*converted)
 
 
+def fused(function: type[torch.autograd.Function], *arguments: Tensor | float) -> Tensor:
+    """Run one of the functions below; torch leaves `apply` untyped."""
+    out: Tensor = function.apply(*arguments)
+    return out
+
+
 class RMSNorm(torch.autograd.Function):
     """x [N, D] f32, w [D] f32 -> x / rms(x) * (1 + w) as BF16 [N, D]."""
 

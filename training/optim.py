@@ -23,7 +23,15 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients of Jordan et a
 
 def is_matrix(name: str, shape: torch.Size) -> bool:
     """Muon takes the hidden matrices; embedding, head, router, gates, norms, convolution and decay go to AdamW."""
-    others = ("embed_tokens", "lm_head", "mlp.gate.", "shared_expert_gate", "in_proj_a", "in_proj_b", "conv1d")
+    others = (
+        "embed_tokens",
+        "lm_head",
+        "mlp.gate.",
+        "shared_expert_gate",
+        "in_proj_a",
+        "in_proj_b",
+        "conv1d",
+    )
     return len(shape) >= 2 and not any(part in name for part in others)
 
 
@@ -51,7 +59,7 @@ class Flat:
 def orthogonalise(batch: Tensor) -> Tensor:
     """Five Newton-Schulz steps on [N, rows, columns] bf16: singular values go to about 1, singular vectors stay."""
     wide = batch if batch.shape[1] <= batch.shape[2] else batch.transpose(1, 2)
-    x = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    x: Tensor = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
     a, b, c = NEWTON_SCHULZ
     for _ in range(5):
         gram = x @ x.transpose(1, 2)

@@ -7,8 +7,8 @@ the weights; one process with two threads loses more in OpenMP barriers than thi
 
 from __future__ import annotations
 
-import ctypes
 import csv
+import ctypes
 import json
 import signal
 import time
@@ -22,7 +22,8 @@ import torch
 import torch.multiprocessing as mp
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from training.measure import bits_per_byte, held_out, routing_figures
@@ -41,8 +42,20 @@ KEPT = {"python": 1.0, "chat": 1.0, "c": 0.4, "prose": 0.45, "data": 0.5}
 BALANCE = 0.0005  # 0.005 flattened routing: consecutive tokens shared 0.19 of their experts, which no real model shows
 SEED = 20260
 SAVE_EVERY, MEASURE_EVERY, LOG_EVERY = 100, 200, 10
+BARRIER_TIMEOUT = 900  # seconds; rank 0 measures and saves between two steps
 MEASURE_TOKENS = 40_000  # per kind, for the curve; the final figures use every held-out file
-COLUMNS = ["step", "tokens", "loss", "balance", "overlap", "hottest_quarter", "dead", "lr", "seconds", "bpb_python"]
+COLUMNS = [
+    "step",
+    "tokens",
+    "loss",
+    "balance",
+    "overlap",
+    "hottest_quarter",
+    "dead",
+    "rate_share",
+    "seconds",
+    "bpb_python",
+]
 
 
 @dataclass(frozen=True)
@@ -100,35 +113,70 @@ def save_state(path: Path, shared: Shared, step: int, seconds: float) -> None:
 
 def load_state(path: Path, shared: Shared) -> tuple[int, float]:
     """Fill `shared` from a saved state and return its step and the seconds trained so far."""
-    from safetensors import safe_open
-
-    tensors = load_file(path)
-    for name, target in (("weights", shared.weights), ("first", shared.first), ("second", shared.second)):
-        target.copy_(tensors[name])
     with safe_open(path, framework="pt") as file:
+        for name, target in (("weights", shared.weights), ("first", shared.first), ("second", shared.second)):
+            target.copy_(file.get_tensor(name))
         metadata = file.metadata()
     return int(metadata["step"]), float(metadata["seconds"])
 
 
-class Log:
-    """loss.csv, cut back to the step a run resumes from."""
+class Watch:
+    """What rank 0 does besides training: progress, loss.csv, measurements, saved states."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        rows: list[list[str]] = []
-        if path.exists():
-            with path.open() as file:
-                rows = [row for row in list(csv.reader(file))[1:] if int(row[0]) <= step]
-        self.file = path.open("w", newline="")
+    def __init__(
+        self, work: Path, shared: Shared, model: Seedling, steps: int, done: int, seconds: float
+    ) -> None:
+        self.work, self.shared, self.model, self.steps, self.done = work, shared, model, steps, done
+        self.seconds_before, self.resumed = seconds, time.monotonic()
+        self.watched = [d for d in held_out(work, MEASURE_TOKENS) if d.kind == "python"]
+        self.file = (work / "loss.csv").open("r+" if done else "w", newline="")
+        rows = [row for row in csv.reader(self.file) if row and row[0].isdigit() and int(row[0]) <= done]
+        self.file.seek(0)
+        self.file.truncate()
         self.writer = csv.writer(self.file)
         self.writer.writerows([COLUMNS, *rows])
+        self.progress = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        self.task = self.progress.add_task("training", total=steps, completed=done)
+        self.progress.start()
 
-    def add(self, *values: object) -> None:
-        self.writer.writerow(values)
+    def after(self, step: int, loss: Tensor, balance: Tensor) -> None:
+        """Log, measure and save as often as the constants above say; always after the last step."""
+        last = step == self.steps
+        if step % LOG_EVERY == 0 or last:
+            self.log(step, loss.item(), balance.item(), measure=step % MEASURE_EVERY == 0 or last)
+        if step % SAVE_EVERY == 0 or last:
+            save_state(self.work / "state.safetensors", self.shared, step, self.seconds)
+            draw_curves(self.work / "loss.csv", self.work / "loss.png")
+        if last:
+            self.progress.stop()
+
+    def log(self, step: int, loss: float, balance: float, measure: bool) -> None:
+        """One row of loss.csv and one line of progress."""
+        seen = routing_figures(self.model.routing, self.model.shape.num_experts, SEQUENCES_PER_RANK)
+        bits = f"{bits_per_byte(self.model, self.watched)['python']:.4f}" if measure else ""
+        row = (loss, balance, seen.overlap, seen.hottest_quarter)
+        share = learning_rate(step, self.steps)
+        rounded = (f"{value:.4f}" for value in row)
+        self.writer.writerow(
+            [step, step * TOKENS_PER_STEP, *rounded, seen.dead, f"{share:.4f}", f"{self.seconds:.1f}", bits]
+        )
         self.file.flush()
+        rate = TOKENS_PER_STEP * (step - self.done) / (time.monotonic() - self.resumed)
+        text = f"step {step}/{self.steps} loss {loss:.3f} overlap {seen.overlap:.2f} {rate:,.0f} tok/s"
+        self.progress.update(self.task, completed=step, description=text)
+        if not self.progress.console.is_terminal:
+            print(text, f"python {bits} bits/byte" if bits else "", flush=True)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds trained so far, interrupted runs included."""
+        return self.seconds_before + time.monotonic() - self.resumed
 
 
-def work_loop(rank: int, work: Path, steps: int, shared: Shared, barrier: Barrier, done: int, seconds: float) -> None:
-    """One rank's share of every step; rank 0 also logs, measures and saves."""
+def train(
+    rank: int, work: Path, steps: int, shared: Shared, barrier: Barrier, done: int, seconds: float
+) -> None:
+    """One rank's share of every step from `done` + 1 on."""
     torch.set_num_threads(1)
     if rank:  # die with the main process, also when that one is killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -143,45 +191,18 @@ def work_loop(rank: int, work: Path, steps: int, shared: Shared, barrier: Barrie
         leaf.grad = gradients[rank].views[name]
     model = Seedling(shape, leaves)
     tokens = mixture(work)
-    watched = held_out(work, MEASURE_TOKENS) if rank == 0 else []
-    watched = [document for document in watched if document.kind == "python"]
-    log = Log(work / "loss.csv", done) if rank == 0 else None
-    progress = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    task = progress.add_task("training", total=steps, completed=done)
-    started = time.monotonic() - seconds
-    if rank == 0:
-        progress.start()
+    watch = Watch(work, shared, model, steps, done, seconds) if rank == 0 else None
     for step in range(done + 1, steps + 1):
         gradients[rank].buffer.zero_()
         loss, balance = model.loss(*batch(tokens, step, rank))
         (loss + BALANCE * balance * shape.num_hidden_layers).backward()
-        barrier.wait(timeout=900)
+        barrier.wait(BARRIER_TIMEOUT)  # both gradients are complete
         mean = {name: (gradients[0].views[name] + gradients[1].views[name]) / RANKS for name in names}
         with torch.no_grad():
             optimizer.step(mean, learning_rate(step, steps), step)
-        barrier.wait(timeout=900)
-        if log is None:
-            continue
-        elapsed = time.monotonic() - started
-        measured: object = ""
-        if step % LOG_EVERY == 0 or step == steps:
-            figures = routing_figures(model.routing, shape.num_experts, SEQUENCES_PER_RANK)
-            if step % MEASURE_EVERY == 0 or step == steps:
-                measured = round(bits_per_byte(model, watched)["python"], 4)
-            log.add(step, step * TOKENS_PER_STEP, round(loss.item(), 4), round(balance.item(), 4),
-                    round(figures.overlap, 4), round(figures.hottest_quarter, 4), figures.dead,
-                    round(learning_rate(step, steps), 6), round(elapsed, 1), measured)
-            rate = TOKENS_PER_STEP * (step - done) / max(elapsed - seconds, 1e-9)
-            text = f"step {step}/{steps} loss {loss.item():.3f} overlap {figures.overlap:.2f} {rate:,.0f} tok/s"
-            progress.update(task, completed=step, description=text)
-            if not progress.console.is_terminal:
-                print(text, f"python {measured} bits/byte" if measured else "", flush=True)
-        if step % SAVE_EVERY == 0 or step == steps:
-            save_state(work / "state.safetensors", shared, step, elapsed)
-            draw_curves(work / "loss.csv", work / "loss.png")
-    progress.stop()
-    if rank == 0:
-        (work / "trained.json").write_text(json.dumps({"steps": steps, "tokens": steps * TOKENS_PER_STEP}))
+        barrier.wait(BARRIER_TIMEOUT)  # all weights are stepped
+        if watch is not None:
+            watch.after(step, loss.detach(), balance.detach())
 
 
 def main(
@@ -190,7 +211,9 @@ def main(
 ) -> None:
     """Train seedling on the prepared corpus, or go on with a run that was interrupted."""
     if not (work / "train.bin").exists():
-        raise typer.BadParameter(f"{work} has no train.bin: run python -m training.prepare --work {work} first")
+        raise typer.BadParameter(
+            f"{work} has no train.bin: run python -m training.prepare --work {work} first"
+        )
     start = torch.cat([tensor.reshape(-1) for tensor in init_weights(Shape(), SEED).values()])
     moments = [torch.zeros_like(start).share_memory_() for _ in range(2 + RANKS)]
     shared = Shared(start.share_memory_(), moments[0], moments[1], tuple(moments[2:]))
@@ -198,9 +221,9 @@ def main(
     done, seconds = load_state(state, shared) if state.exists() else (0, 0.0)
     context = mp.get_context("spawn")
     barrier = context.Barrier(RANKS)
-    helper = context.Process(target=work_loop, args=(1, work, steps, shared, barrier, done, seconds), daemon=True)
+    helper = context.Process(target=train, args=(1, work, steps, shared, barrier, done, seconds), daemon=True)
     helper.start()
-    work_loop(0, work, steps, shared, barrier, done, seconds)
+    train(0, work, steps, shared, barrier, done, seconds)
     helper.join()
 
 

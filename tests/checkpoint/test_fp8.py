@@ -143,8 +143,11 @@ def test_quantising_what_was_expanded_changes_nothing() -> None:
     assert torch.equal(scale_again, scale)
 
 
-def test_tiny_weights_quantise_to_finite_codes() -> None:
-    for size in (1e-38, 1e-42, 1e30):
-        codes, scale = quantize_fp8(torch.full((3, 3), size))
-        refuse_damaged_fp8(codes, scale, "weight")
-        assert bool(expand_fp8(codes, scale).isfinite().all())
+# 8.8e-43 / 448 is 1.4 of the smallest F32 and rounds to 1, so that the code would be 627; 1e-44 / 448 is zero
+@pytest.mark.parametrize("size", [1e-38, 8.8e-43, 1e-44, 1e30])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_extreme_size_quantise_to_finite_codes(size: float, scale_dtype: torch.dtype) -> None:
+    weight = torch.tensor([[size, 0.0, -size]])
+    codes, scale = quantize_fp8(weight, scale_dtype)
+    refuse_damaged_fp8(codes, scale, "weight")
+    assert bool(((expand_fp8(codes, scale) - weight).abs() <= weight.abs()).all())

@@ -91,6 +91,7 @@ CASES = [
             "hidden_size": 130,
             "layer_types": [LINEAR] * 3,
             "linear_num_value_heads": 8,
+            "linear_key_head_dim": 28,
             "linear_value_head_dim": 10,
             "linear_conv_kernel_dim": 2,
             "tie_word_embeddings": True,

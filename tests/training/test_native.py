@@ -18,7 +18,9 @@ BF16 = torch.bfloat16
 
 
 def normwise(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm().clamp_min(1e-12))  # a gradient may be exactly zero
+    return float(
+        (got.double() - want).norm() / want.norm().clamp_min(1e-12)
+    )  # a gradient may be exactly zero
 
 
 def compare(fused: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: list[Tensor]) -> None:
@@ -33,7 +35,8 @@ def compare(fused: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: 
     want.backward(grad.double())
     for index, (a, b) in enumerate(zip(mine, reference, strict=True)):
         if a.is_floating_point():
-            assert a.grad is not None and b.grad is not None
+            assert a.grad is not None
+            assert b.grad is not None
             assert normwise(a.grad, b.grad) < limit, f"gradient of input {index}"
 
 
@@ -51,7 +54,9 @@ def test_rms_norm() -> None:
 
 def test_conv_silu() -> None:
     def plain(x: Tensor, w: Tensor) -> Tensor:
-        return F.silu(F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), w[:, None], groups=w.shape[0])).transpose(1, 2)
+        return F.silu(F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), w[:, None], groups=w.shape[0])).transpose(
+            1, 2
+        )
 
     compare(ConvSilu.apply, plain, [randn(2, 19, 24, dtype=BF16), randn(24, 4, seed=1)])
 
@@ -92,20 +97,29 @@ def test_delta_scan(length: int) -> None:
 
 def test_routed_experts() -> None:
     ids = randn(50, 7).topk(3, dim=-1).indices
-    ids[ids == 4] = 6  # an expert nobody chose; one token may now hold the same expert twice, which is legal here
+    ids[ids == 4] = (
+        6  # an expert nobody chose; one token may now hold the same expert twice, which is legal here
+    )
 
     def plain(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for k in range(3):
             gate, up = torch.einsum("td,tid->ti", x, gate_up[chosen[:, k]]).chunk(2, dim=-1)
-            out = out + weights[:, k, None] * torch.einsum("ti,tdi->td", F.silu(gate) * up, down[chosen[:, k]])
+            out = out + weights[:, k, None] * torch.einsum(
+                "ti,tdi->td", F.silu(gate) * up, down[chosen[:, k]]
+            )
         return out
 
     compare(
         RoutedExperts.apply,
         plain,
-        [randn(50, 32, dtype=BF16), ids, randn(50, 3, seed=1).softmax(-1), randn(7, 32, 32, seed=2) * 0.2,
-         randn(7, 32, 16, seed=3) * 0.2],
+        [
+            randn(50, 32, dtype=BF16),
+            ids,
+            randn(50, 3, seed=1).softmax(-1),
+            randn(7, 32, 32, seed=2) * 0.2,
+            randn(7, 32, 16, seed=3) * 0.2,
+        ],
     )
 
 

@@ -57,8 +57,9 @@ def expand_fp8(codes: Tensor, scale_inv: Tensor) -> Tensor:
 def quantize_fp8(weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """weight [O, I] -> codes float8_e4m3fn [O, I], scale_inv [ceil(O/128), ceil(I/128)] = block amax / 448.
 
-    A block of zeros gets scale 1. Codes are rounded to nearest even against the scale as stored, and clamped
-    to +-448: a scale rounded down to BF16 would otherwise push the largest value past the last finite code.
+    A block of zeros, or of values so small that its scale rounds to zero, gets scale 1. Codes are rounded to
+    nearest even against the scale as stored, and clamped to +-448: a subnormal scale that is rounded down would
+    otherwise push the largest value into the NaN code.
     """
     rows, columns = weight.shape
     block_rows, block_columns = scale_shape((rows, columns))
@@ -66,7 +67,8 @@ def quantize_fp8(weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> tu
     padded[:rows, :columns] = weight.float()
     blocks = padded.view(block_rows, BLOCK, block_columns, BLOCK)
     amax = blocks.abs().amax(dim=(1, 3))
-    scale = torch.where(amax > 0, amax / F8_MAX, 1.0).to(scale_dtype)
+    scale = (amax / F8_MAX).to(scale_dtype)
+    scale[scale == 0] = 1
     scaled = (blocks / scale.float()[:, None, :, None]).clamp_(-F8_MAX, F8_MAX)
     codes = scaled.view_as(padded)[:rows, :columns].to(torch.float8_e4m3fn).contiguous()
     return codes, scale
