@@ -16,6 +16,7 @@ ALLOWED = {
     "memory": {"checkpoint", "machine", "model"},
     "synth": {"checkpoint", "machine", "memory"},
     "engine": {"checkpoint", "machine", "memory", "model"},
+    "doctor": {"checkpoint", "machine", "memory", "model"},
     "bench": {"checkpoint", "engine", "machine", "memory", "model"},
 }
 

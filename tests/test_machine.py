@@ -191,7 +191,7 @@ def test_file_system_is_that_of_the_deepest_mount(tmp_path: Path) -> None:
     inner = tmp_path / "with space"
     inner.mkdir()
     point = str(inner.resolve()).replace(" ", "\\040")
-    mounts.write_text(f"/dev/a / ext4 rw 0 0\ntmpfs {point} tmpfs rw 0 0\nproc /proc proc rw 0 0\n")
+    mounts.write_text(f"tmpfs {point} tmpfs rw 0 0\n/dev/a / ext4 rw 0 0\nproc /proc proc rw 0 0\n")
     assert file_system(inner, mounts) == "tmpfs"
     assert file_system(tmp_path, mounts) == "ext4"
     assert file_system(tmp_path, tmp_path / "none") == ""

@@ -58,8 +58,8 @@ def quantize_fp8(weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> tu
     """weight [O, I] -> codes float8_e4m3fn [O, I], scale_inv [ceil(O/128), ceil(I/128)] = block amax / 448.
 
     A block of zeros, or of values so small that its scale rounds to zero, gets scale 1. Codes are rounded to
-    nearest even against the scale as stored, and clamped to +-448: a subnormal scale that is rounded down would
-    otherwise push the largest value into the NaN code.
+    nearest even against the scale as stored, and clamped to +-448, which matters only where a subnormal scale was
+    rounded down: torch 2.13 converts values over 448 to 448, but does not promise it.
     """
     rows, columns = weight.shape
     block_rows, block_columns = scale_shape((rows, columns))

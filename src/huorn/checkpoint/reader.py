@@ -81,7 +81,7 @@ class Checkpoint:
         return weight
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
-        """Routed expert of a layer as views of the mapped files: nothing is read until its elements are.
+        """Routed expert of a layer as views of the mapped files. The kernel starts to read it; nobody waits.
 
         Its NaN codes are refused when it is expanded.
         """
@@ -124,9 +124,13 @@ class Checkpoint:
         return info
 
     def _stored(self, stored_name: str, copy: bool) -> Tensor:
-        file = self._files[self.infos[stored_name].file]
+        info = self.infos[stored_name]
+        file = self._files[info.file]
         self._used.add(stored_name)
-        return file.read(stored_name) if copy else file.view(stored_name)
+        if copy:
+            return file.read(stored_name)
+        file.read_ahead(info.start, info.nbytes)
+        return file.view(stored_name)
 
     def _weight(self, name: str, copy: bool) -> Weight:
         info = self._info(name)
@@ -135,7 +139,10 @@ class Checkpoint:
 
     def _stored_expert(self, name: str, expert: int) -> Weight:
         info = self._info(name)
-        return Weight(self._stored(info.name, copy=False)[expert], name=f"{info.file}: {info.name}[{expert}]")
+        file, nbytes = self._files[info.file], info.nbytes // self.config.num_experts
+        self._used.add(info.name)
+        file.read_ahead(info.start + expert * nbytes, nbytes)
+        return Weight(file.view(info.name)[expert], name=f"{info.file}: {info.name}[{expert}]")
 
 
 def _and_more(count: int) -> str:

@@ -79,6 +79,14 @@ class SafetensorsFile:
             raw = raw.clone()  # a tensor after one of odd size: torch needs aligned elements
         return raw.view(dtype).view(info.shape)
 
+    def read_ahead(self, start: int, nbytes: int) -> None:
+        """Asks the kernel to read these bytes of the file into its cache now; returns at once, and may be ignored.
+
+        For views about to be used: the mapping has no read-ahead of its own, and page by page the disk gives
+        0.03 GB/s where whole experts, eight of them asked for ahead, gave 0.82 in the same minutes.
+        """
+        os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+
     def read(self, name: str) -> Tensor:
         """The tensor copied into fresh memory with preadv (1.5 GB/s from disk; page faults reach 0.25)."""
         info = self.infos[name]

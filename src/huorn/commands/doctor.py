@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from huorn.commands.output import check_json_path, write_json
-from huorn.machine import inspect_machine
+from huorn.doctor import inspect_machine
 
 
 def doctor(disk: Path, json_path: Path | None) -> None:
