@@ -12,7 +12,7 @@ from huorn.checkpoint.config import ModelConfig
 from huorn.checkpoint.names import SCALE_SUFFIX
 from huorn.checkpoint.reader import Checkpoint
 from huorn.checkpoint.tensor_check import kind_of
-from huorn.model.load import expanded_bytes
+from huorn.model.load import EXPAND_LIMIT_BYTES, expanded_bytes
 from huorn.model.precision import Precision
 from huorn.model.state import state_bytes
 
@@ -69,7 +69,7 @@ class MemoryBudget:
 
 
 def checkpoint_budget(
-    checkpoint: Checkpoint, context: int, precision: Precision, expand_limit_bytes: int = 1 << 30
+    checkpoint: Checkpoint, context: int, precision: Precision, expand_limit_bytes: int = EXPAND_LIMIT_BYTES
 ) -> MemoryBudget:
     """Budget of an open checkpoint, from its headers alone: no tensor is read.
 

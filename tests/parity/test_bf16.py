@@ -24,7 +24,9 @@ from .oracle import CASES, Case, oracle_logits, random_model, random_tokens, run
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_error_is_at_most_that_of_transformers(case: Case, tmp_path: Path) -> None:
     ours, theirs = [], []
-    models = 2 if case.name == "seedling-like" else 6  # eight layers of 64 experts take long to save, and average more
+    models = (
+        2 if case.name == "seedling-like" else 6
+    )  # eight layers of 64 experts take long to save, and average more
     for seed in range(models):
         variant = replace(case, seed=case.seed + 100 * seed)
         model = random_model(variant).to(torch.bfloat16)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from huorn.assets import EMBEDDED_MODEL
 from huorn.checkpoint.reader import Checkpoint
 from huorn.memory import MemoryBudget, checkpoint_budget, format_bytes, memory_budget, resident_set_bytes
 from huorn.model.precision import Precision
 from huorn.synth.presets import find_preset
 from huorn.synth.tensors import text_tensors
-
-_SEEDLING = Path(__file__).parents[1] / "assets" / "seedling"
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,9 @@ class ModelFit:
 def model_fits(available_bytes: int, context: int) -> tuple[ModelFit, ...]:
     """The models of this file with `context` tokens of keys and values each; the embedded one only where it is installed."""
     budgets = {}
-    if (_SEEDLING / "config.json").exists():
+    if (EMBEDDED_MODEL / "config.json").exists():
         budgets["seedling (embedded)"] = checkpoint_budget(
-            Checkpoint.open(_SEEDLING), context, Precision.BF16
+            Checkpoint.open(EMBEDDED_MODEL), context, Precision.BF16
         )
     config = find_preset("qwen3.5-35b-a3b-fp8").config
     sizes = {tensor.name: tensor.nbytes for tensor in text_tensors(config)}

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from huorn.assets import EMBEDDED_MODEL
 from huorn.checkpoint.config import ModelConfig, read_json
 from huorn.checkpoint.reader import Checkpoint
 from huorn.engine.prefix import PrefixState
@@ -23,7 +24,6 @@ from huorn.model.precision import Precision
 from huorn.model.state import state_bytes
 
 DEFAULT_CONTEXT = 4096
-EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "seedling"
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,13 @@ from huorn.model.norm import GatedRMSNorm, RMSNorm
 from huorn.model.precision import Precision
 from huorn.model.rotary import Rotary
 
+EXPAND_LIMIT_BYTES = 1 << 30  # seedling takes 113 MB, the 35B shape 138 GB
+
 
 def load_decoder(
-    checkpoint: Checkpoint, precision: Precision = Precision.BF16, expand_limit_bytes: int = 1 << 30
+    checkpoint: Checkpoint,
+    precision: Precision = Precision.BF16,
+    expand_limit_bytes: int = EXPAND_LIMIT_BYTES,
 ) -> Decoder:
     """Reads everything but the experts into RAM and checks that every text tensor was used.
 

@@ -1,0 +1,5 @@
+"""Models that ship with the package."""
+
+from pathlib import Path
+
+EMBEDDED_MODEL = Path(__file__).parent / "seedling"
