@@ -12,7 +12,7 @@ import typer
 
 def main(
     work: Annotated[Path, typer.Option(help="folder for sources, corpus, training state and exports")],
-    steps: Annotated[int, typer.Option(help="optimizer steps")] = 1200,
+    steps: Annotated[int, typer.Option(help="optimizer steps")] = 1050,
 ) -> None:
     """Prepare the corpus, train, export as F32 and FP8, and judge both on the held-out files."""
     at = ["--work", str(work)]

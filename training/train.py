@@ -207,7 +207,7 @@ def train(
 
 def main(
     work: Annotated[Path, typer.Option(help="folder with the prepared corpus; state and curves go here too")],
-    steps: Annotated[int, typer.Option(help=f"optimizer steps of {TOKENS_PER_STEP:,} tokens")] = 1200,
+    steps: Annotated[int, typer.Option(help=f"optimizer steps of {TOKENS_PER_STEP:,} tokens")] = 1050,
 ) -> None:
     """Train seedling on the prepared corpus, or go on with a run that was interrupted."""
     if not (work / "train.bin").exists():

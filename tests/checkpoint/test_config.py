@@ -78,6 +78,13 @@ def test_rope_may_be_spelled_the_old_way(tmp_path: Path) -> None:
     assert (config.rope_theta, config.rotary_dim) == (5000.0, 128)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_of_two_words_on_tying_the_outer_one_counts(tmp_path: Path, tied: bool) -> None:
+    # as in transformers, where the outer model owns lm_head
+    write(tmp_path, RELEASE | {"tie_word_embeddings": not tied}, tie_word_embeddings=tied)
+    assert read_config(tmp_path).tie_word_embeddings == tied
+
+
 def test_the_synthetic_label_is_read(tmp_path: Path) -> None:
     assert read_config(write(tmp_path, RELEASE, synthetic=True)).synthetic
 

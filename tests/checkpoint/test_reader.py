@@ -196,6 +196,21 @@ def test_a_stored_lm_head_is_used_though_the_config_says_tied(tmp_path: Path) ->
     assert torch.equal(checkpoint.tensor("lm_head.weight"), theirs.detach())
 
 
+@pytest.mark.parametrize(
+    "forgotten", ["norm.weight", "layers.2.mlp.gate.weight", "layers.0.linear_attn.A_log"]
+)
+def test_a_tensor_that_was_never_read_is_named(tmp_path: Path, forgotten: str) -> None:
+    state = fused_state(model_of(text_config()))
+    checkpoint = Checkpoint.open(
+        write_folder(tmp_path, flat_config(text_config()), prefixed(state, TEXT_ONLY))
+    )
+    for name in state:
+        if name != forgotten and ".mlp.experts." not in name:
+            checkpoint.tensor(name)
+    with pytest.raises(CheckpointError, match=rf"model\.{forgotten} was never used$"):
+        checkpoint.assert_text_tensors_used()
+
+
 def test_an_untied_model_without_lm_head_is_refused(tmp_path: Path) -> None:
     state = fused_state(model_of(text_config()))
     del state["lm_head.weight"]

@@ -152,6 +152,10 @@ def test_chunks_cover_the_prompt_and_stop_at_the_cut() -> None:
     assert list(_chunks(650, 600, 700)) == [(650, 700)]
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 class TestPrefixState:
     """Going back must give the logits of a new state. F32, so an equal sequence of chunks gives equal bits."""
 
@@ -187,6 +191,20 @@ class TestPrefixState:
         state = session.new_state()
         state.read([1, 2, 3])
         assert state.rewind([1, 2, 3]) == 0
+
+    def test_an_interrupt_anywhere_in_reading_is_undone(
+        self, session: Session, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The worst moment: the state has moved on, and what was read is not noted yet."""
+        state = session.new_state()
+        state.read([1, 2, 3])
+        monkeypatch.setattr(prefix, "_Point", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            state.read([8, 9])
+        monkeypatch.undo()
+        assert state.rewind([1, 2, 3, 4]) == 3
+        logits = self.logits(session, [1, 2, 3, 4])
+        torch.testing.assert_close(state.read([4]), logits, rtol=1e-4, atol=1e-4)
 
     def test_a_failed_forward_changes_nothing(self, session: Session) -> None:
         state = session.new_state()

@@ -51,9 +51,7 @@ def read_contents(directory: Path) -> Contents:
         except CheckpointError as error:
             problems.append(f"{directory}: {error}")
     if layout is not None:
-        if (
-            "lm_head.weight" in infos
-        ):  # as transformers does: a stored lm_head is used, whatever config.json says
+        if "lm_head.weight" in infos:  # used whatever config.json says, as transformers does
             config = config.model_copy(update={"tie_word_embeddings": False})
         found = tensor_problems(config, layout, infos)
         problems += [f"{directory}: {problem}" for problem in islice(found, _MOST_PROBLEMS)]

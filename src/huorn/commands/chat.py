@@ -77,11 +77,13 @@ class _Talk:
                 if not self._terminal:
                     raise
                 note(f"error: {error}")
+            except KeyboardInterrupt:  # while nothing was being generated
+                note("")
 
     def _answer(self, text: str) -> None:
         generation = self._conversation.ask(text)
         out = ModelText()
-        with _interrupts_cancel(generation):
+        with _interrupts_cancel(generation), suppress(KeyboardInterrupt):
             for piece in generation:
                 out.write(piece)
         stats = generation.stats
@@ -127,7 +129,7 @@ class _Talk:
 
 @contextmanager
 def _interrupts_cancel(generation: Generation) -> Iterator[None]:
-    """Let Ctrl-C end the answer between two tokens, with the state whole; a second one before that ends the chat."""
+    """Let Ctrl-C end the answer between two tokens, a second one at once, as when a long prompt is read."""
 
     def cancel(*_: object) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)

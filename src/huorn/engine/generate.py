@@ -68,7 +68,7 @@ class Generation:
         self._mark_at = mark_at
         self._started = time.monotonic() if started is None else started
         self._cancelled = False
-        self._finish_reason: FinishReason = "length"
+        self._finish_reason: FinishReason = "cancelled"  # until it ends by itself
         self._text: list[str] = []
         self._read_tokens = 0
         self._prefill_s = 0.0
@@ -107,7 +107,7 @@ class Generation:
         )
 
     def _tokens(self) -> Iterator[int]:
-        """Yield picked ids up to the limit, an end token or `cancel`; sets the finish reason for the last two."""
+        """Yield picked ids up to the limit, an end token or `cancel`, and set the finish reason."""
         logits = self._prefill()
         while logits is not None and len(self._pick_times) < self._limit:
             token_id = self._sampler.pick(logits)
@@ -117,21 +117,19 @@ class Generation:
                 return
             yield token_id
             if self._cancelled:
-                self._finish_reason = "cancelled"
                 return
             if len(self._pick_times) < self._limit:  # the last token's logits would pick nothing
                 logits = self._state.read([token_id])
+        if logits is not None:
+            self._finish_reason = "length"
 
     def _prefill(self) -> Tensor | None:
         """Read the prompt and return the logits [V] after it; None when cancelled on the way."""
         begin = time.monotonic()
         start = self._state.rewind(self._prompt_ids)
-        if start == self._mark_at:
-            self._state.mark()
         logits = None
         for first, end in _chunks(start, self._mark_at, len(self._prompt_ids)):
             if self._cancelled:
-                self._finish_reason = "cancelled"
                 return None
             logits = self._state.read(self._prompt_ids[first:end])
             self._read_tokens += end - first

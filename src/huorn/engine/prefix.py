@@ -36,7 +36,7 @@ class PrefixState:
         self._decoder = decoder
         self._state = DecodeState.new(decoder.config, context, decoder.precision)
         self._ids: list[int] = []
-        self._marked = self._here()
+        self._start = self._end = self._marked = _Point(0, self._state.conv, self._state.recurrent)
 
     def rewind(self, ids: Sequence[int]) -> int:
         """Go back to the longest point that is a true prefix of `ids` and return its length; 0 is the empty sequence.
@@ -44,29 +44,31 @@ class PrefixState:
         At least one id is left to read, because only reading gives logits.
         """
         wanted = list(ids)
-        for point in (self._here(), self._marked):
+        for point in (self._end, self._marked):
             if point.length < len(wanted) and self._ids[: point.length] == wanted[: point.length]:
                 self._go_to(point)
                 return point.length
-        self._state = DecodeState.new(self._decoder.config, self._state.context, self._decoder.precision)
-        self._ids = []
+        self._go_to(self._start)
         self.mark()
         return 0
 
     def read(self, ids: Sequence[int]) -> Tensor:
-        """Read 1 to PREFILL_CHUNK ids and return the logits [V] f32 after the last. A failure leaves the state as it was."""
+        """Read 1 to PREFILL_CHUNK ids and return the logits [V] f32 after the last.
+
+        Whatever interrupts it, Ctrl-C included, leaves the points that `rewind` knows as they were: the new end is one
+        assignment, and what was written past a point counts for nothing.
+        """
         logits = self._decoder.forward(torch.tensor(ids, dtype=torch.int64), self._state)
         self._ids.extend(ids)
+        self._end = _Point(len(self._ids), self._state.conv, self._state.recurrent)
         return logits[-1]
 
     def mark(self) -> None:
-        """Keep what is needed to come back to this point, in place of what was kept before."""
-        self._marked = self._here()
-
-    def _here(self) -> _Point:
-        return _Point(len(self._ids), self._state.conv, self._state.recurrent)
+        """Keep the end so far to come back to, in place of what was kept before."""
+        self._marked = self._end
 
     def _go_to(self, point: _Point) -> None:
         state = self._state
         state.position, state.conv, state.recurrent = point.length, point.conv, point.recurrent
         del self._ids[point.length :]
+        self._end = point
