@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -69,10 +70,13 @@ def routing(work: Path, documents: Sequence[Document]) -> RoutingFigures:
 def main(
     folders: Annotated[list[Path], typer.Argument(help="exported checkpoints to compare")],
     work: Annotated[Path, typer.Option(help="folder of the training run, which holds the held-out files")],
+    tokens: Annotated[
+        int | None, typer.Option(help="stop after this many tokens of a kind; default: all")
+    ] = None,
 ) -> None:
     """Print bits per byte of each checkpoint by kind, and write work/evaluation.json."""
     torch.set_num_threads(2)
-    documents = held_out(work)
+    documents = held_out(work, tokens)
     results = {folder.name: bits_per_byte(folder, documents) for folder in folders}
     table = Table("kind", *results, title="bits per byte, held-out files")
     for kind in next(iter(results.values())):
@@ -84,7 +88,7 @@ def main(
         f"consecutive tokens share {figures.overlap:.3f} of their experts; the hottest quarter takes "
         f"{figures.hottest_quarter:.3f} of use; {figures.dead} experts of 512 are dead"
     )
-    summary = {"bits_per_byte": results, "routing": figures.__dict__}
+    summary = {"bits_per_byte": results, "tokens_per_kind": tokens, "routing": asdict(figures)}
     (work / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 

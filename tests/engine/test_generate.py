@@ -90,6 +90,11 @@ def test_stop_strings_cut_the_text(session: Session) -> None:
         assert stats.finish_reason == "stop"
 
 
+def test_what_a_stop_string_held_back_comes_at_the_end(session: Session) -> None:
+    text = run(session, PROMPT).stats.text
+    assert run(session, PROMPT, stop=[text[-3:] + " and more"]).stats.text == text
+
+
 def test_the_context_ends_it(session: Session) -> None:
     stats = run(session, "x y " * 60, 1000, stop_ids=frozenset()).stats
     assert stats.prompt_tokens + stats.completion_tokens == 256
