@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -36,6 +38,11 @@ def read_contents(directory: Path) -> Contents:
     """
     refuse_other_kinds(directory)
     config = read_config(directory)
+    with _garbage_collector_paused():
+        return _read_shards(directory, config)
+
+
+def _read_shards(directory: Path, config: ModelConfig) -> Contents:
     files: dict[str, SafetensorsFile] = {}
     problems: list[str] = []
     for shard, promised in promised_tensors(directory).items():
@@ -56,3 +63,15 @@ def read_contents(directory: Path) -> Contents:
         found = tensor_problems(config, layout, infos)
         problems += [f"{directory}: {problem}" for problem in islice(found, _MOST_PROBLEMS)]
     return Contents(config, layout, files, infos, tuple(problems))
+
+
+@contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    """For headers: half a million small objects, none in a cycle. Opening the 35B layout: 0.7 s instead of 1.5."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
