@@ -72,7 +72,7 @@ class MoeBlock:
 
     def _one_token(self, x: Tensor, routing: Routing) -> Tensor:
         """The expert output of every rank of one token, f32 [1, K, D]: nothing to pack, and one activation for all
-        ranks instead of K, which took 15 % of a decode step of seedling."""
+        ranks instead of K (a decode step of seedling's shape takes 8.2 ms instead of 9.6 ms, one thread)."""
         experts = list(self.experts.ready(self.layer, routing.ids[0].tolist()))
         hidden = self._activation(torch.cat([F.linear(x, expert.gate_up) for expert in experts]))  # [K, I]
         rows = hidden.split_with_sizes([1] * len(experts))
