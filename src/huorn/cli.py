@@ -160,9 +160,6 @@ def _seed(seed: int | None) -> int:
 
 def main() -> NoReturn:
     """Run the command line; every error that a user can cause is one line on stderr and exit code 2."""
-    # A thread that waits for another spins by default. With anything else on the cores that costs 8 of 9 tokens per second
-    # (4.1 tok/s spinning, 34 sleeping, measured at a load of 7 on 2 cores). Read when torch is imported, which is later.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _open_streams()
     try:
         code = app(standalone_mode=False)

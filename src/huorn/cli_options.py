@@ -37,7 +37,12 @@ ContextTokens = Annotated[
         "--context", help="Tokens of prompt and answer together. Default: 4096, or the model's own limit."
     ),
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: every core this process may use.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        help="CPU threads. Default: every core this process may use; fewer is faster where others compute too."
+    ),
+]
 PrecisionChoice = Annotated[
     Literal["bf16", "f32"], typer.Option("--precision", help="What matmul operands are rounded to.")
 ]

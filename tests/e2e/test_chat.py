@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import time
@@ -100,18 +101,42 @@ class Terminal:
         """Read until `text` is on the screen and return what came before it."""
         deadline = time.monotonic() + timeout_s
         while text not in self._seen:
-            assert time.monotonic() < deadline, self._seen
-            try:
-                self._seen += os.read(self._master, 4096).decode(errors="replace")
-            except OSError:  # the other side is closed
-                pytest.fail(f"{text!r} never came: {self._seen}")
+            assert self._read(deadline), f"{text!r} never came: {self._seen!r}"
         before, _, self._seen = self._seen.partition(text)
         return before
 
     def wait_for_output(self) -> None:
         """Read until there is anything after what was waited for last."""
-        while not self._seen:
+        if not self._seen:
+            assert self._read(time.monotonic() + 120), "nothing came"
+
+    def interrupt_until(self, text: str) -> None:
+        """Ctrl-C at the prompt, once a second until it is seen.
+
+        readline loses one that arrives between its prompt and its wait for a key (1 in 2,000 on an idle machine, sent at the
+        sight of the prompt); whoever sits there presses again.
+        """
+        for _ in range(60):
+            self.process.send_signal(signal.SIGINT)
+            deadline = time.monotonic() + 1
+            while text not in self._seen:
+                if not self._read(deadline):
+                    break
+            else:
+                self.wait_for(text)
+                return
+        pytest.fail(f"{text!r} never came: {self._seen!r}")
+
+    def _read(self, deadline: float) -> bool:
+        """Take what is there, waiting for it until `deadline`; False where nothing came or the other side is closed."""
+        ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return False
+        try:
             self._seen += os.read(self._master, 4096).decode(errors="replace")
+        except OSError:
+            return False
+        return True
 
     def end(self) -> int:
         try:
@@ -121,10 +146,6 @@ class Terminal:
             os.close(self._master)
 
 
-@pytest.mark.skipif(
-    "HUORN_TERMINAL_TESTS" not in os.environ,
-    reason="waits without end in about one run of four, cause not found yet; set HUORN_TERMINAL_TESTS=1 to run it",
-)
 def test_ctrl_c_stops_the_answer_only(tiny_model: Path) -> None:
     # Greedy with a reward for repeating: the model writes its first token up to the limit, for seconds on any machine.
     terminal = Terminal(
@@ -139,9 +160,10 @@ def test_ctrl_c_stops_the_answer_only(tiny_model: Path) -> None:
     line = terminal.wait_for("peak memory")
     assert "tokens (cancelled)" in line
     terminal.wait_for("> ")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for("/quit or Ctrl-D ends the chat")
+    terminal.interrupt_until("/quit or Ctrl-D ends the chat")
+    terminal.wait_for("> ")  # what is typed before it goes through the line discipline of the kernel, Ctrl-D is lost there
     terminal.type("/save /proc/nothing\n")
     terminal.wait_for("error: /proc/nothing can not be written")
+    terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.end() == 0
