@@ -11,7 +11,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_AR
 .PHONY: demo test lint bench clean
 
 demo: $(VENV)/.run
-	$(BIN)/huorn run "def quicksort(items):" --max-tokens 128
+	$(BIN)/huorn run "def quicksort(items):" --max-tokens 128 --temperature 0.7 --top-p 0.9 \
+		--repetition-penalty 1.1 --seed 3
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest

@@ -161,7 +161,9 @@ def test_ctrl_c_stops_the_answer_only(tiny_model: Path) -> None:
     assert "tokens (cancelled)" in line
     terminal.wait_for("> ")
     terminal.interrupt_until("/quit or Ctrl-D ends the chat")
-    terminal.wait_for("> ")  # what is typed before it goes through the line discipline of the kernel, Ctrl-D is lost there
+    terminal.wait_for(
+        "> "
+    )  # what is typed before it goes through the line discipline of the kernel, Ctrl-D is lost there
     terminal.type("/save /proc/nothing\n")
     terminal.wait_for("error: /proc/nothing can not be written")
     terminal.wait_for("> ")
