@@ -26,7 +26,7 @@ bench: $(VENV)/.run
 	$(BIN)/huorn bench decode
 
 # The stamps say which extras the environment holds; a change of what is to be installed makes them stale.
-$(VENV)/.run: pyproject.toml constraints.txt
+$(VENV)/.run: pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
 	touch $@

@@ -11,7 +11,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "huorn"
 # Each part with the parts it may import, besides itself and errors.
 ALLOWED = {
     "checkpoint": set[str](),
-    "model": {"checkpoint"},
+    "schedule": set[str](),
+    "kernels": {"_native", "checkpoint"},
+    "model": {"_native", "checkpoint", "kernels", "schedule"},
     "machine": set[str](),
     "memory": {"checkpoint", "machine", "model"},
     "synth": {"checkpoint", "machine", "memory"},

@@ -45,6 +45,7 @@ def run(
     context: opt.ContextTokens = None,
     threads: opt.Threads = None,
     precision: opt.PrecisionChoice = "bf16",
+    backend: opt.BackendChoice = "cpu",
     json: opt.Json = None,
 ) -> None:
     """Continue a prompt: the text goes to stdout as it is generated, a line with speed and memory to stderr."""
@@ -55,7 +56,14 @@ def run(
     sampling = SamplingSettings(
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, _seed(seed)
     )
-    command(prompt, ModelChoice(model, context, threads, precision), sampling, max_tokens, stop or [], json)
+    command(
+        prompt,
+        ModelChoice(model, context, threads, precision, backend),
+        sampling,
+        max_tokens,
+        stop or [],
+        json,
+    )
 
 
 @app.command()
@@ -79,6 +87,7 @@ def chat(
     context: opt.ContextTokens = None,
     threads: opt.Threads = None,
     precision: opt.PrecisionChoice = "bf16",
+    backend: opt.BackendChoice = "cpu",
     json: opt.Json = None,
 ) -> None:
     """Talk with a model, line by line. /reset forgets, /save FILE writes, /quit ends; Ctrl-C stops an answer."""
@@ -91,7 +100,7 @@ def chat(
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, _seed(seed)
     )
     settings = AnswerSettings(sampling, max_tokens, tuple(stop or ()), think)
-    command(ModelChoice(model, context, threads, precision), settings, system, load, json)
+    command(ModelChoice(model, context, threads, precision, backend), settings, system, load, json)
 
 
 @app.command()
@@ -144,13 +153,16 @@ def bench_decode(
     context: opt.ContextTokens = None,
     threads: opt.Threads = None,
     precision: opt.PrecisionChoice = "bf16",
+    backend: opt.BackendChoice = "cpu",
     json: opt.Json = None,
 ) -> None:
     """Measure prefill and decode speed: median, minimum and maximum over several runs."""
     from huorn.commands.bench_decode import bench_decode as command
     from huorn.commands.model_choice import ModelChoice
 
-    command(ModelChoice(model, context, threads, precision), prompt_tokens, max_tokens, repeats, json)
+    command(
+        ModelChoice(model, context, threads, precision, backend), prompt_tokens, max_tokens, repeats, json
+    )
 
 
 def _seed(seed: int | None) -> int:

@@ -49,3 +49,7 @@ PrecisionChoice = Annotated[
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")
 ]
+BackendChoice = Annotated[
+    Literal["cpu", "reference"],
+    typer.Option("--backend", help="cpu: native kernels. reference: plain PyTorch, slow, to compare with."),
+]

@@ -12,7 +12,7 @@ from torch import Tensor
 from huorn.checkpoint.config import ModelConfig
 from huorn.checkpoint.contents import read_contents
 from huorn.checkpoint.names import F8, SCALE_SUFFIX, Layout
-from huorn.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
+from huorn.checkpoint.safetensors_file import Allocate, SafetensorsFile, TensorInfo, fresh_memory
 from huorn.checkpoint.tensor_check import kind_of
 from huorn.checkpoint.weight import Weight
 from huorn.errors import CheckpointError
@@ -71,12 +71,12 @@ class Checkpoint:
             return self.weight(name).expand()
         return self._stored(info.name, copy=True)
 
-    def weight(self, name: str) -> Weight:
-        """One matrix [O, I] as stored, copied into RAM with its scales.
+    def weight(self, name: str, allocate: Allocate = fresh_memory) -> Weight:
+        """One matrix [O, I] as stored, copied into memory from `allocate`, with its scales.
 
         Raises CheckpointError when it can not be read, holds a NaN code or a scale that is not finite.
         """
-        weight = self._weight(name, copy=True)
+        weight = self._weight(name, copy=True, allocate=allocate)
         weight.refuse_damaged()
         return weight
 
@@ -101,6 +101,26 @@ class Checkpoint:
             down=self._weight(f"{experts}{expert}.down_proj.weight", copy=False),
         )
 
+    def read_expert(self, layer: int, expert: int, allocate: Allocate) -> ExpertWeights:
+        """Routed expert of a layer, copied into memory from `allocate`, scales apart.
+
+        Raises CheckpointError when it can not be read, holds a NaN code or a scale that is not finite.
+        """
+        experts = f"layers.{layer}.mlp.experts."
+        if self.layout.fused_experts:
+            gate_up = self._stored_expert(experts + "gate_up_proj", expert, allocate)
+            width = self.config.moe_intermediate_size
+            return ExpertWeights(
+                gate=Weight(gate_up.data[:width], name=gate_up.name),
+                up=Weight(gate_up.data[width:], name=gate_up.name),
+                down=self._stored_expert(experts + "down_proj", expert, allocate),
+            )
+        gate, up, down = (
+            self.weight(f"{experts}{expert}.{name}.weight", allocate)
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        return ExpertWeights(gate, up, down)
+
     def assert_text_tensors_used(self) -> None:
         """Raises CheckpointError when a text tensor that is no routed expert was never read."""
         unused = [
@@ -123,26 +143,32 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory} has no tensor {self.layout.on_disk(name)}")
         return info
 
-    def _stored(self, stored_name: str, copy: bool) -> Tensor:
+    def _stored(self, stored_name: str, copy: bool, allocate: Allocate = fresh_memory) -> Tensor:
         info = self.infos[stored_name]
         file = self._files[info.file]
         self._used.add(stored_name)
         if copy:
-            return file.read(stored_name)
+            return file.read(stored_name, allocate)
         file.read_ahead(info.start, info.nbytes)
         return file.view(stored_name)
 
-    def _weight(self, name: str, copy: bool) -> Weight:
+    def _weight(self, name: str, copy: bool, allocate: Allocate = fresh_memory) -> Weight:
         info = self._info(name)
         scale = self._stored(info.name + SCALE_SUFFIX, copy) if info.dtype == F8 else None
-        return Weight(self._stored(info.name, copy), scale, name=f"{info.file}: {info.name}")
+        return Weight(self._stored(info.name, copy, allocate), scale, name=f"{info.file}: {info.name}")
 
-    def _stored_expert(self, name: str, expert: int) -> Weight:
+    def _stored_expert(self, name: str, expert: int, allocate: Allocate | None = None) -> Weight:
+        """One expert of a fused tensor: a view of the mapped file, or with `allocate` a copy."""
         info = self._info(name)
-        file, nbytes = self._files[info.file], info.nbytes // self.config.num_experts
+        file, experts = self._files[info.file], self.config.num_experts
         self._used.add(info.name)
-        file.read_ahead(info.start + expert * nbytes, nbytes)
-        return Weight(file.view(info.name)[expert], name=f"{info.file}: {info.name}[{expert}]")
+        if allocate is not None:
+            data = file.read(info.name, allocate, expert, experts)
+        else:
+            nbytes = info.nbytes // experts
+            file.read_ahead(info.start + expert * nbytes, nbytes)
+            data = file.view(info.name)[expert]
+        return Weight(data, name=f"{info.file}: {info.name}[{expert}]")
 
 
 def _and_more(count: int) -> str:

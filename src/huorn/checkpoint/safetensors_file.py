@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,14 @@ class TensorInfo(NamedTuple):
     file: Path
     start: int
     nbytes: int
+
+
+Allocate = Callable[[int], Tensor]  # bytes -> uint8 [bytes]
+
+
+def fresh_memory(nbytes: int) -> Tensor:
+    """Memory from torch's allocator."""
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class SafetensorsFile:
@@ -87,13 +96,16 @@ class SafetensorsFile:
         """
         os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
 
-    def read(self, name: str) -> Tensor:
-        """The tensor copied into fresh memory with preadv (1.5 GB/s from disk; page faults reach 0.25)."""
+    def read(self, name: str, allocate: Allocate = fresh_memory, part: int = 0, parts: int = 1) -> Tensor:
+        """The tensor copied into memory from `allocate` with preadv (1.5 GB/s from disk; page faults reach 0.25).
+
+        With parts > 1 only element `part` of the first dimension, which has `parts` of them.
+        """
         info = self.infos[name]
-        dtype = self._dtype(info)
-        raw = torch.empty(info.nbytes, dtype=torch.uint8)
-        self.read_into(raw.numpy().data, info.start, name)
-        return raw.view(dtype).view(info.shape)
+        dtype, nbytes = self._dtype(info), info.nbytes // parts
+        raw = allocate(nbytes)
+        self.read_into(raw.numpy().data, info.start + part * nbytes, name)
+        return raw.view(dtype).view(info.shape if parts == 1 else info.shape[1:])
 
     def read_into(self, target: memoryview, start: int, what: str) -> None:
         """Fills `target` with the bytes of the file from offset `start`; `what` names them in an error.

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from huorn.engine.session import Session
 from huorn.memory import format_bytes
+from huorn.model.backend import Backend
 from huorn.model.precision import Precision
 
 PrecisionName = Literal["bf16", "f32"]
@@ -15,16 +16,19 @@ PrecisionName = Literal["bf16", "f32"]
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The options --model, --context, --threads and --precision."""
+    """The options --model, --context, --threads, --precision and --backend."""
 
     directory: Path | None  # None: the embedded model
     context: int | None
     threads: int | None
     precision: PrecisionName
+    backend: Backend
 
     def open(self) -> Session:
         """Open the model. Raises UsageError, CheckpointError."""
-        return Session.open(self.directory, self.context, self.threads, Precision(self.precision))
+        return Session.open(
+            self.directory, self.context, self.threads, Precision(self.precision), self.backend
+        )
 
 
 def describe(session: Session) -> dict[str, Any]:
@@ -36,6 +40,7 @@ def describe(session: Session) -> dict[str, Any]:
         "kv_bytes": kv,
         "state_bytes": recurrent,
         "threads": session.threads,
+        "backend": session.backend,
         "precision": session.decoder.precision.value,
     }
 

@@ -21,7 +21,7 @@ import torch
 
 from huorn.doctor.fit import ModelFit, model_fits
 from huorn.machine.facts import Gpu, allowed_cores, cpu_model, gpus, instruction_sets, ram_bytes, usable_cores
-from huorn.machine.limits import cpu_quota, memory_limit
+from huorn.machine.limits import available_bytes, cpu_quota, memory_limit
 from huorn.machine.speed import ReadSpeed, measure_disk_read, measure_ram_read
 from huorn.memory import format_bytes
 
@@ -109,10 +109,8 @@ def inspect_machine(disk: Path, context: int = 4096) -> MachineReport:
     Takes about 3 s, nearly all of it the two speed measurements. Leaves no file behind.
     """
     allowed, quota = allowed_cores(), cpu_quota()
-    total, available = ram_bytes()
+    (total, _), available = ram_bytes(), available_bytes()
     limit, cores = memory_limit(), usable_cores(allowed, quota)
-    if limit is not None:
-        available = max(0, min(available, limit.bytes - limit.used_bytes))
     folder = disk if disk.is_dir() else disk.parent
     return MachineReport(
         cpu_model=cpu_model(),

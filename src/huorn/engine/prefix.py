@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from huorn.model.decoder import Decoder
+from huorn.model.backend import LanguageModel
 from huorn.model.state import DecodeState
 
 # Tokens per forward while a prompt is read. Larger chunks read expert weights fewer times but hold more activations.
@@ -32,11 +32,12 @@ class PrefixState:
     (Qwen3.5's drops its thoughts). Keeping one costs 63 MB in the 35B shape.
     """
 
-    def __init__(self, decoder: Decoder, context: int) -> None:
+    def __init__(self, decoder: LanguageModel, context: int) -> None:
         self._decoder = decoder
         self._state = DecodeState.new(decoder.config, context, decoder.precision)
         self._ids: list[int] = []
-        self._start = self._end = self._marked = _Point(0, self._state.conv, self._state.recurrent)
+        self._start = self._end = _Point(0, self._state.conv, self._state.recurrent)
+        self.mark()
 
     def rewind(self, ids: Sequence[int]) -> int:
         """Go back to the longest point that is a true prefix of `ids` and return its length; 0 is the empty sequence.
@@ -66,6 +67,7 @@ class PrefixState:
     def mark(self) -> None:
         """Keep the end so far to come back to, in place of what was kept before."""
         self._marked = self._end
+        self._state.held = (self._start.recurrent, self._marked.recurrent)
 
     def _go_to(self, point: _Point) -> None:
         state = self._state

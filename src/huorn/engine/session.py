@@ -16,10 +16,9 @@ from huorn.engine.template import ChatTemplate
 from huorn.engine.tokenizer import load_tokenizer
 from huorn.errors import UsageError
 from huorn.machine.facts import allowed_cores, usable_cores
-from huorn.machine.limits import cpu_quota
+from huorn.machine.limits import available_bytes, cpu_quota
 from huorn.memory import format_bytes
-from huorn.model.decoder import Decoder
-from huorn.model.load import load_decoder
+from huorn.model.backend import Backend, LanguageModel, open_decoder
 from huorn.model.precision import Precision
 from huorn.model.state import state_bytes
 
@@ -34,7 +33,8 @@ class Session:
     config: ModelConfig
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    decoder: Decoder
+    backend: Backend
+    decoder: LanguageModel
     context: int  # tokens, prompt and answer together
     threads: int
     stop_ids: frozenset[int]
@@ -42,12 +42,13 @@ class Session:
     @classmethod
     def open(
         cls, directory: Path | None, context: int | None = None, threads: int | None = None,
-        precision: Precision = Precision.BF16,
+        precision: Precision = Precision.BF16, backend: Backend = "cpu",
     ) -> Session:  # fmt: skip
         """Open the checkpoint in `directory`, the embedded model when it is None.
 
         `context` None is 4096 tokens or what the model was made for, whichever is less; `threads` None is every core this
-        process may use. What is cheap to check is checked before weights are loaded. Raises UsageError, CheckpointError.
+        process may use. `backend` is cpu (native kernels) or reference (PyTorch, the oracle). What is cheap to check is checked before
+        weights are loaded. Raises UsageError, CheckpointError.
         """
         directory = _existing(directory)
         threads = _checked_threads(threads)
@@ -55,13 +56,17 @@ class Session:
         context = _checked_context(context, checkpoint.config)
         tokenizer = load_tokenizer(directory, checkpoint.config.vocab_size)
         template = ChatTemplate.load(directory)
-        torch.set_num_threads(threads)
+        # The kernels have threads of their own; torch, which then only samples, would spin against them.
+        torch.set_num_threads(threads if backend == "reference" else 1)
         return cls(
             directory=directory,
             config=checkpoint.config,
             tokenizer=tokenizer,
             template=template,
-            decoder=load_decoder(checkpoint, precision),
+            backend=backend,
+            decoder=open_decoder(
+                checkpoint, precision, backend, threads, _room_for_weights(checkpoint, context, precision)
+            ),
             context=context,
             threads=threads,
             stop_ids=_stop_ids(directory, checkpoint.config, tokenizer),
@@ -81,6 +86,11 @@ class Session:
     def state_bytes(self) -> tuple[int, int]:
         """Return (KV cache, recurrent state) in bytes for `context` tokens."""
         return state_bytes(self.config, self.context, self.decoder.precision)
+
+
+def _room_for_weights(checkpoint: Checkpoint, context: int, precision: Precision) -> int:
+    """Bytes that weights may take: nine tenths of what is available now, less the state of one request."""
+    return available_bytes() * 9 // 10 - sum(state_bytes(checkpoint.config, context, precision))
 
 
 def _existing(directory: Path | None) -> Path:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from huorn.machine.facts import ram_bytes
+
 PROC_CGROUP = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 UNLIMITED_BYTES = 1 << 60  # version 1 writes 2^63 rounded down to a page for "no limit"
@@ -50,6 +52,13 @@ def memory_limit(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> MemoryLi
             if limit.isdigit() and int(limit) < UNLIMITED_BYTES:
                 limits.append(MemoryLimit(int(limit), int(_read(group / used_name) or 0)))
     return min(limits, key=lambda limit: limit.bytes - limit.used_bytes, default=None)
+
+
+def available_bytes() -> int:
+    """RAM that a new process can have: what the kernel calls available, within the cgroup's limit."""
+    _, available = ram_bytes()
+    limit = memory_limit()
+    return available if limit is None else max(0, min(available, limit.bytes - limit.used_bytes))
 
 
 def _groups(controller: str, proc: Path, root: Path) -> Iterator[Path]:

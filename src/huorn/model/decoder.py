@@ -50,7 +50,7 @@ class Decoder:
         However a prompt is cut into calls, the logits agree within F32 rounding. UsageError when a token id is not
         in the vocabulary or the tokens do not fit. Any failure leaves the state as it was.
         """
-        tokens = self._checked(token_ids, state)
+        tokens = check_tokens(token_ids, state, self.config)
         rotation = self.rotary.at(state.position, tokens)
         kv, before = iter(state.kv), zip(state.conv, state.recurrent, strict=True)
         after: list[tuple[Tensor, Tensor]] = []
@@ -70,14 +70,15 @@ class Decoder:
         state.commit(tokens, after)
         return logits
 
-    def _checked(self, token_ids: Tensor, state: DecodeState) -> int:
-        """The number of tokens, all of which can be appended to the state."""
-        tokens = token_ids.shape[0]
-        if tokens == 0:
-            raise UsageError("there are no tokens to decode: give a prompt of at least one token")
-        state.check_room(tokens)
-        lowest, highest = (int(bound) for bound in token_ids.aminmax())
-        if lowest < 0 or highest >= self.config.vocab_size:
-            wrong, last = lowest if lowest < 0 else highest, self.config.vocab_size - 1
-            raise UsageError(f"token id {wrong} is not in the vocabulary: ids are 0 to {last}")
-        return tokens
+
+def check_tokens(token_ids: Tensor, state: DecodeState, config: ModelConfig) -> int:
+    """The number of tokens, all of which can be appended to the state. UsageError otherwise."""
+    tokens = token_ids.shape[0]
+    if tokens == 0:
+        raise UsageError("there are no tokens to decode: give a prompt of at least one token")
+    state.check_room(tokens)
+    lowest, highest = (int(bound) for bound in token_ids.aminmax())
+    if lowest < 0 or highest >= config.vocab_size:
+        wrong, last = lowest if lowest < 0 else highest, config.vocab_size - 1
+        raise UsageError(f"token id {wrong} is not in the vocabulary: ids are 0 to {last}")
+    return tokens

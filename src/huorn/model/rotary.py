@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,13 @@ class Rotary:
     def __init__(self, config: ModelConfig) -> None:
         exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
         self.frequencies = 1.0 / (config.rope_theta**exponents)  # f32 [rotary_dim / 2]
+
+    def table(self, positions: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """cos and sin f32 [T, rotary_dim / 2] of several runs of positions, one behind the other. Computed in F64 from the
+        F32 angle and rounded, so that an entry does not depend on where in the table it stands."""
+        runs = [torch.arange(p, p + n, dtype=torch.float32) for p, n in zip(positions, lengths, strict=True)]
+        angles = (torch.cat(runs)[:, None] * self.frequencies).double()
+        return angles.cos().float(), angles.sin().float()
 
     def at(self, position: int, tokens: int) -> Rotation:
         """The rotation of positions position .. position + tokens - 1."""

@@ -1,0 +1,3 @@
+#define HUORN_AMX
+#define HUORN_VARIANT amx
+#include "variant.h"

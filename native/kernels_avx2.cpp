@@ -1,0 +1,3 @@
+#define HUORN_AVX2
+#define HUORN_VARIANT avx2
+#include "variant.h"

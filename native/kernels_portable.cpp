@@ -1,0 +1,2 @@
+#define HUORN_VARIANT portable
+#include "variant.h"

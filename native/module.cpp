@@ -1,0 +1,197 @@
+// The Python module huorn._native: kernels on raw addresses. Who calls keeps the memory alive and the shapes right; the
+// Python classes in huorn.kernels.cpu do both.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <tuple>
+
+#include "isa.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace huorn {
+namespace {
+
+using Address = uintptr_t;
+using Addresses = std::vector<Address>;
+
+template <typename T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+class Runtime {
+ public:
+  Runtime(int threads, const std::string& isa) : pool_(nullptr), kernels_(nullptr) {
+    for (const Kernels* one : available_kernels())
+      if (isa == one->name) kernels_ = one;
+    if (kernels_ == nullptr) throw std::invalid_argument("this CPU has no " + isa);
+    if (threads < 1) throw std::invalid_argument("threads must be 1 or more");
+    pool_ = pool_create(threads);
+  }
+  ~Runtime() {
+    if (pool_ != nullptr) pool_destroy(pool_);
+  }
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  std::string isa() const { return kernels_->name; }
+  int threads() const { return pool_threads(*pool_); }
+  std::tuple<int64_t, int64_t> counters() const {
+    Counters c = pool_counters(*pool_);
+    return {c.weight_bytes, c.state_bytes};
+  }
+
+  void linear(const Matrix& m, Address norm_scale, float eps, Address x, int tokens, int columns, Address y) {
+    nb::gil_scoped_release release;
+    kernels_->linear(*pool_, m, at<float>(norm_scale), eps, at<float>(x), tokens, columns, at<float>(y));
+  }
+
+  void embed(Address table, int format, int hidden, Address ids, int tokens, Address x) {
+    kernels_->embed(at<uint8_t>(table), static_cast<Format>(format), hidden, at<int64_t>(ids), tokens, at<float>(x));
+  }
+
+  void delta_net(const DeltaNet& layer, Address x, const std::vector<int>& lengths, int columns, const Addresses& conv_in,
+                 const Addresses& conv_out, const Addresses& memory_in, const Addresses& memory_out) {
+    std::vector<LinearState> states;
+    for (size_t i = 0; i < lengths.size(); ++i)
+      states.push_back({at<float>(conv_in.at(i)), at<float>(conv_out.at(i)), at<float>(memory_in.at(i)), at<float>(memory_out.at(i))});
+    Batch batch = batch_of(x, lengths, columns);
+    nb::gil_scoped_release release;
+    kernels_->delta_net(*pool_, layer, batch, states.data());
+  }
+
+  void attention(const Attention& layer, Address x, const std::vector<int>& lengths, int columns, const Addresses& keys,
+                 const Addresses& values, const std::vector<int>& positions, Address cosine, Address sine) {
+    std::vector<KeyValueCache> caches;
+    for (size_t i = 0; i < lengths.size(); ++i)
+      caches.push_back({at<void>(keys.at(i)), at<void>(values.at(i)), positions.at(i)});
+    Batch batch = batch_of(x, lengths, columns);
+    nb::gil_scoped_release release;
+    kernels_->attention(*pool_, layer, batch, caches.data(), at<float>(cosine), at<float>(sine));
+  }
+
+  void route(const Router& router, Address x, int tokens, int columns, Address logits, Address normed, Address ids, Address weights,
+             Address gate) {
+    Batch batch{at<float>(x), tokens, 0, nullptr, columns};
+    nb::gil_scoped_release release;
+    kernels_->route(*pool_, router, batch, at<float>(logits), at<float>(normed), at<int32_t>(ids), at<float>(weights),
+                    at<float>(gate));
+  }
+
+  void run_plan(const ExpertLayer& layer, Address normed, int tokens, int top_k, Address pairs, int pair_count, Address chunks,
+                int chunk_count, bool with_shared, int columns, Address pair_out, Address shared_out) {
+    nb::gil_scoped_release release;
+    kernels_->run_plan(*pool_, layer, at<float>(normed), tokens, top_k, at<int32_t>(pairs), pair_count, at<Chunk>(chunks), chunk_count,
+                       with_shared, columns, at<float>(pair_out), at<float>(shared_out));
+  }
+
+  void combine(Address x, Address pair_out, Address weights, Address shared_out, Address gate, int tokens, int top_k, int hidden) {
+    nb::gil_scoped_release release;
+    kernels_->combine(*pool_, at<float>(x), at<float>(pair_out), at<float>(weights), at<float>(shared_out), at<float>(gate), tokens,
+                      top_k, hidden);
+  }
+
+  double read_memory(Address data, size_t bytes) {
+    nb::gil_scoped_release release;
+    return kernels_->read_memory(*pool_, at<uint8_t>(data), bytes);
+  }
+
+  double multiply(int rounds) {
+    nb::gil_scoped_release release;
+    return kernels_->multiply(*pool_, rounds);
+  }
+
+ private:
+  static Batch batch_of(Address x, const std::vector<int>& lengths, int columns) {
+    int tokens = 0;
+    for (int length : lengths) tokens += length;
+    return {at<float>(x), tokens, static_cast<int>(lengths.size()), lengths.data(), columns};
+  }
+
+  Pool* pool_;
+  const Kernels* kernels_;
+};
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (const Kernels* one : available_kernels()) names.emplace_back(one->name);
+  return names;
+}
+
+}  // namespace
+}  // namespace huorn
+
+NB_MODULE(_native, m) {
+  using namespace huorn;
+  m.def("isas", &isas, "Variants this CPU can run, the best last.");
+
+  nb::class_<Matrix>(m, "Matrix")
+      .def("__init__",
+           [](Matrix* self, Address data, Address scale, int rows, int cols, int format) {
+             new (self) Matrix{at<uint8_t>(data), at<float>(scale), rows, cols, static_cast<Format>(format)};
+           },
+           "data"_a, "scale"_a, "rows"_a, "cols"_a, "format"_a);
+
+  nb::class_<DeltaNet>(m, "DeltaNet")
+      .def("__init__",
+           [](DeltaNet* self, const Matrix& qkv, const Matrix& z, const Matrix& b, const Matrix& a, const Matrix& out,
+              Address norm_scale, Address taps, Address negative_rate, Address dt_bias, Address gated_scale, float eps, int hidden,
+              int key_heads, int value_heads, int dk, int dv, int kernel) {
+             new (self) DeltaNet{qkv, z, b, a, out, at<float>(norm_scale), at<float>(taps), at<float>(negative_rate),
+                                 at<float>(dt_bias), at<float>(gated_scale), eps, hidden, key_heads, value_heads, dk, dv, kernel};
+           },
+           nb::kw_only(), "qkv"_a, "z"_a, "b"_a, "a"_a, "out"_a, "norm_scale"_a, "taps"_a, "negative_rate"_a, "dt_bias"_a,
+           "gated_scale"_a, "eps"_a, "hidden"_a, "key_heads"_a, "value_heads"_a, "dk"_a, "dv"_a, "kernel"_a);
+
+  nb::class_<Attention>(m, "Attention")
+      .def("__init__",
+           [](Attention* self, const Matrix& q, const Matrix& k, const Matrix& v, const Matrix& o, Address norm_scale, Address q_scale,
+              Address k_scale, float eps, int hidden, int heads, int kv_heads, int head_dim, int rotary_dim) {
+             new (self) Attention{q, k, v, o, at<float>(norm_scale), at<float>(q_scale), at<float>(k_scale), eps, hidden, heads,
+                                  kv_heads, head_dim, rotary_dim};
+           },
+           nb::kw_only(), "q"_a, "k"_a, "v"_a, "o"_a, "norm_scale"_a, "q_scale"_a, "k_scale"_a, "eps"_a, "hidden"_a, "heads"_a,
+           "kv_heads"_a, "head_dim"_a, "rotary_dim"_a);
+
+  nb::class_<Router>(m, "Router")
+      .def("__init__",
+           [](Router* self, const Matrix& router, const Matrix& shared_gate, Address norm_scale, float eps, int hidden, int experts,
+              int top_k) {
+             new (self) Router{router, shared_gate, at<float>(norm_scale), eps, hidden, experts, top_k};
+           },
+           nb::kw_only(), "router"_a, "shared_gate"_a, "norm_scale"_a, "eps"_a, "hidden"_a, "experts"_a, "top_k"_a);
+
+  nb::class_<ExpertLayer>(m, "ExpertLayer")
+      .def("__init__",
+           [](ExpertLayer* self, Address experts, int format, int hidden, int inter, const Matrix& shared_gate, const Matrix& shared_up,
+              const Matrix& shared_down) {
+             new (self) ExpertLayer{at<Expert>(experts), static_cast<Format>(format), hidden, inter, shared_gate, shared_up,
+                                    shared_down};
+           },
+           nb::kw_only(), "experts"_a, "format"_a, "hidden"_a, "inter"_a, "shared_gate"_a, "shared_up"_a, "shared_down"_a);
+
+  nb::class_<Runtime>(m, "Runtime")
+      .def(nb::init<int, const std::string&>(), "threads"_a, "isa"_a)
+      .def_prop_ro("isa", &Runtime::isa)
+      .def_prop_ro("threads", &Runtime::threads)
+      .def("counters", &Runtime::counters, "(bytes of weights, bytes of state) read so far.")
+      .def("linear", &Runtime::linear, "matrix"_a, "norm_scale"_a, "eps"_a, "x"_a, "tokens"_a, "columns"_a, "y"_a)
+      .def("embed", &Runtime::embed, "table"_a, "format"_a, "hidden"_a, "ids"_a, "tokens"_a, "x"_a)
+      .def("delta_net", &Runtime::delta_net, "layer"_a, "x"_a, "lengths"_a, "columns"_a, "conv_in"_a, "conv_out"_a, "memory_in"_a,
+           "memory_out"_a)
+      .def("attention", &Runtime::attention, "layer"_a, "x"_a, "lengths"_a, "columns"_a, "keys"_a, "values"_a, "positions"_a,
+           "cosine"_a, "sine"_a)
+      .def("route", &Runtime::route, "router"_a, "x"_a, "tokens"_a, "columns"_a, "logits"_a, "normed"_a, "ids"_a, "weights"_a,
+           "gate"_a)
+      .def("run_plan", &Runtime::run_plan, "layer"_a, "normed"_a, "tokens"_a, "top_k"_a, "pairs"_a, "pair_count"_a, "chunks"_a,
+           "chunk_count"_a, "with_shared"_a, "columns"_a, "pair_out"_a, "shared_out"_a)
+      .def("combine", &Runtime::combine, "x"_a, "pair_out"_a, "weights"_a, "shared_out"_a, "gate"_a, "tokens"_a, "top_k"_a,
+           "hidden"_a)
+      .def("read_memory", &Runtime::read_memory, "data"_a, "bytes"_a)
+      .def("multiply", &Runtime::multiply, "rounds"_a);
+}

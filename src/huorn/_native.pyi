@@ -1,0 +1,151 @@
+"""The compiled module (native/module.cpp): kernels on raw addresses."""
+
+from collections.abc import Sequence
+
+def isas() -> list[str]: ...
+
+class Matrix:
+    def __init__(self, data: int, scale: int, rows: int, cols: int, format: int) -> None: ...
+
+class DeltaNet:
+    def __init__(
+        self,
+        *,
+        qkv: Matrix,
+        z: Matrix,
+        b: Matrix,
+        a: Matrix,
+        out: Matrix,
+        norm_scale: int,
+        taps: int,
+        negative_rate: int,
+        dt_bias: int,
+        gated_scale: int,
+        eps: float,
+        hidden: int,
+        key_heads: int,
+        value_heads: int,
+        dk: int,
+        dv: int,
+        kernel: int,
+    ) -> None: ...
+
+class Attention:
+    def __init__(
+        self,
+        *,
+        q: Matrix,
+        k: Matrix,
+        v: Matrix,
+        o: Matrix,
+        norm_scale: int,
+        q_scale: int,
+        k_scale: int,
+        eps: float,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rotary_dim: int,
+    ) -> None: ...
+
+class Router:
+    def __init__(
+        self,
+        *,
+        router: Matrix,
+        shared_gate: Matrix,
+        norm_scale: int,
+        eps: float,
+        hidden: int,
+        experts: int,
+        top_k: int,
+    ) -> None: ...
+
+class ExpertLayer:
+    def __init__(
+        self,
+        *,
+        experts: int,
+        format: int,
+        hidden: int,
+        inter: int,
+        shared_gate: Matrix,
+        shared_up: Matrix,
+        shared_down: Matrix,
+    ) -> None: ...
+
+class Runtime:
+    def __init__(self, threads: int, isa: str) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    def counters(self) -> tuple[int, int]: ...
+    def linear(
+        self, matrix: Matrix, norm_scale: int, eps: float, x: int, tokens: int, columns: int, y: int
+    ) -> None: ...
+    def embed(self, table: int, format: int, hidden: int, ids: int, tokens: int, x: int) -> None: ...
+    def delta_net(
+        self,
+        layer: DeltaNet,
+        x: int,
+        lengths: Sequence[int],
+        columns: int,
+        conv_in: Sequence[int],
+        conv_out: Sequence[int],
+        memory_in: Sequence[int],
+        memory_out: Sequence[int],
+    ) -> None: ...
+    def attention(
+        self,
+        layer: Attention,
+        x: int,
+        lengths: Sequence[int],
+        columns: int,
+        keys: Sequence[int],
+        values: Sequence[int],
+        positions: Sequence[int],
+        cosine: int,
+        sine: int,
+    ) -> None: ...
+    def route(
+        self,
+        router: Router,
+        x: int,
+        tokens: int,
+        columns: int,
+        logits: int,
+        normed: int,
+        ids: int,
+        weights: int,
+        gate: int,
+    ) -> None: ...
+    def run_plan(
+        self,
+        layer: ExpertLayer,
+        normed: int,
+        tokens: int,
+        top_k: int,
+        pairs: int,
+        pair_count: int,
+        chunks: int,
+        chunk_count: int,
+        with_shared: bool,
+        columns: int,
+        pair_out: int,
+        shared_out: int,
+    ) -> None: ...
+    def combine(
+        self,
+        x: int,
+        pair_out: int,
+        weights: int,
+        shared_out: int,
+        gate: int,
+        tokens: int,
+        top_k: int,
+        hidden: int,
+    ) -> None: ...
+    def read_memory(self, data: int, bytes: int) -> float: ...
+    def multiply(self, rounds: int) -> float: ...

@@ -1,0 +1,1 @@
+"""The native kernels: which variant runs, weights as they want them, memory on huge pages."""

@@ -1,0 +1,1 @@
+"""From routing to a plan, and the column counts that kernels work best with."""
