@@ -177,6 +177,16 @@ def test_nan_codes_are_named(folder: Path, code: int) -> None:
     assert run(folder).problems == [f"{folder / FIRST}: {name} holds NaN or infinity; the file is damaged"]
 
 
+def test_negative_scales_are_named(folder: Path) -> None:
+    tensors = load_file(folder / FIRST)
+    name = next(name for name in tensors if name.endswith("_scale_inv"))
+    tensors[name][-1, -1] = -2.0
+    save_file(tensors, folder / FIRST)
+    assert run(folder).problems == [
+        f"{folder / FIRST}: {name} has a negative block scale (-2); the file is damaged"
+    ]
+
+
 def test_a_tensor_that_can_not_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = next(iter(SafetensorsFile(folder / FIRST).infos))
     whole = SafetensorsFile.read_into
