@@ -111,7 +111,7 @@ def test_damaged_tokenizers(call: Caller, model_copy: Path) -> None:
     path.write_text(json.dumps(whole))
     assert_one_sentence(call("run", "x", "--model", model_copy), "token ids up to 600", "vocab_size is 512")
     path.write_text("{")
-    assert_one_sentence(call("run", "x", "--model", model_copy), "tokenizer.json is not a tokenizer")
+    assert_one_sentence(call("run", "x", "--model", model_copy), "tokenizer.json is not valid JSON")
     path.unlink()
     assert_one_sentence(call("run", "x", "--model", model_copy), "tokenizer.json is missing")
 
