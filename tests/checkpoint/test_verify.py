@@ -125,8 +125,9 @@ def test_a_manifest_that_can_not_be_used(
 
 def test_a_manifest_that_is_not_there(folder: Path, tmp_path: Path) -> None:
     for name in ("none.json", "none.txt"):
-        with pytest.raises(CheckpointError, match=name):
+        with pytest.raises(CheckpointError, match=name) as caught:
             run(folder, tmp_path / name)
+        assert str(caught.value).count(name) == 1
 
 
 def test_every_problem_is_listed(folder: Path) -> None:

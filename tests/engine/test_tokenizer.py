@@ -99,6 +99,12 @@ def test_what_changes_nothing_opens(tmp_path: Path, tokenizer: Tokenizer) -> Non
     assert load_tokenizer(tmp_path, 512).decode(encode(load_tokenizer(tmp_path, 512), "a 12 ü")) == "a 12 ü"
 
 
+def test_a_folder_whose_name_is_no_utf8(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "n\udcff").mkdir()
+    (tmp_path / "n\udcff" / "tokenizer.json").write_text(tokenizer.to_str())
+    assert load_tokenizer(tmp_path / "n\udcff", 512).to_str() == tokenizer.to_str()
+
+
 def test_encode_sees_markers_and_adds_none(tokenizer: Tokenizer) -> None:
     ids = encode(tokenizer, "<|im_start|>user\nhi<|im_end|>")
     assert ids[0] == tokenizer.token_to_id("<|im_start|>")

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from huorn.checkpoint.config import read_json
 from huorn.engine.messages import Message
-from huorn.errors import CheckpointError, UsageError
+from huorn.errors import CheckpointError, UsageError, reason
 
 # 262,144 tokens of context at 64 characters each; a template that writes more is broken or hostile.
 _LONGEST_PROMPT = 16 * 1024 * 1024
@@ -34,7 +34,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise CheckpointError(f"{origin} is not a valid chat template: {_reason(error)}") from error
+            raise CheckpointError(f"{origin} is not a valid chat template: {reason(error)}") from error
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:
@@ -89,12 +89,12 @@ class ChatTemplate:
                     raise jinja2.TemplateError(f"it writes more than {_LONGEST_PROMPT:,} characters")
         except jinja2.exceptions.SecurityError as error:
             raise UsageError(
-                f"{self._origin} tries to leave the template sandbox: {_reason(error)}"
+                f"{self._origin} tries to leave the template sandbox: {reason(error)}"
             ) from error
         except (
             Exception
         ) as error:  # foreign code: whatever it raises (TypeError, MemoryError, ...) is the template's fault
-            raise UsageError(f"{self._origin} can not render these messages: {_reason(error)}") from error
+            raise UsageError(f"{self._origin} can not render these messages: {reason(error)}") from error
         return "".join(pieces)
 
 
@@ -129,8 +129,4 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} can not be read: {error}") from error
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
+        raise CheckpointError(f"{path} can not be read: {reason(error)}") from error

@@ -27,7 +27,7 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
         )
     _refuse_other_kinds(path, read_json(path))
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())  # from_file takes no path that is not UTF-8
     except BaseException as error:  # the library raises bare Exception; pyo3's panics are not even that
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise

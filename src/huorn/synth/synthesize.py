@@ -13,10 +13,11 @@ from pathlib import Path
 from huorn import __version__
 from huorn.checkpoint.config import ModelConfig
 from huorn.errors import UsageError
+from huorn.files import PART_SUFFIX, write_atomically
 from huorn.synth.disk_writer import DiskWriter
 from huorn.synth.numbers import NumberSource
 from huorn.synth.presets import Preset, config_json, find_preset, generation_config_json
-from huorn.synth.progress_state import PART_SUFFIX, STATE_FILE, SynthState, write_atomically
+from huorn.synth.progress_state import STATE_FILE, SynthState
 from huorn.synth.shard_file import ShardContent
 from huorn.synth.tensors import SynthTensor, shards
 from huorn.synth.tokenizer import tokenizer_config_json, tokenizer_json
