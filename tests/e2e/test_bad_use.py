@@ -37,7 +37,7 @@ CORES = len(os.sched_getaffinity(0))
         (["--presence-penalty", "inf"], "--presence-penalty is inf"),
         (["--frequency-penalty", "nan"], "--frequency-penalty is nan"),
         (["--seed", "-1"], "--seed is -1"),
-        (["--stop", ""], "stop string is empty"),
+        (["--stop", ""], "--stop is empty"),
         (["--precision", "fp4"], "--precision"),
         (["--nonsense"], "--nonsense"),
     ],
@@ -48,6 +48,15 @@ def test_options(call: Caller, tiny_model: Path, options: list[str], words: str)
 
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert_one_sentence(huorn("run", "x", "--model", tmp_path / "none"), "none does not exist")
+
+
+def test_limits_of_a_chat_are_refused_at_its_start(call: Caller, tmp_path: Path) -> None:
+    """The model does not even exist: they come first."""
+    assert_one_sentence(call("chat", "--stop", "", "--model", tmp_path / "none"), "--stop is empty")
+    assert_one_sentence(
+        call("chat", "--max-tokens", "-1", "--model", tmp_path / "none"), "--max-tokens is -1"
+    )
+    assert_one_sentence(call("run", "x", "--stop", "", "--model", tmp_path / "none"), "--stop is empty")
 
 
 def test_commands_and_arguments(call: Caller) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from huorn.commands.model_choice import ModelChoice, context_cost, describe
-from huorn.commands.output import ModelText, argument_text, check_json_path, decode_utf8, note, write_json
+from huorn.commands.output import ModelText, argument_text, check_json_path, note, write_json
 from huorn.commands.run import speed_line
 from huorn.engine.conversation import AnswerSettings, Conversation
 from huorn.engine.generate import Generation
 from huorn.engine.messages import Message, read_messages, write_messages
 from huorn.errors import HuornError, UsageError
+from huorn.files import decode_utf8
 
 COMMANDS = "/reset forgets the conversation, /save FILE writes it, /quit ends"
 
@@ -120,6 +121,9 @@ class _Talk:
         while True:
             try:
                 yield input("> " if sys.stdout.isatty() else "")
+            except UnicodeDecodeError as error:  # the line is gone, the chat is not
+                wrong = error.object[error.start]
+                note(f"error: the line is not {error.encoding.upper()}: byte {error.start} is 0x{wrong:02x}")
             except EOFError:
                 note("")
                 return
