@@ -152,10 +152,17 @@ def test_a_damaged_shard_does_not_hide_the_others(folder: Path) -> None:
     assert [FIRST in problems[0], SECOND in problems[1], len(problems)] == [True, True, 2]
 
 
-def test_a_folder_of_another_kind_is_a_problem(tmp_path: Path) -> None:
-    report = run(tmp_path)
-    assert not report.ok
-    assert "is empty" in report.problems[0]
+def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
+    for place, message in ((tmp_path, "is empty"), (tmp_path / "none", "none does not exist")):
+        with pytest.raises(CheckpointError, match=message):
+            run(place)
+
+
+def test_a_config_that_can_not_be_used_is_a_problem(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    report = run(folder)
+    assert len(report.problems) == 1
+    assert "config.json is not valid JSON" in report.problems[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

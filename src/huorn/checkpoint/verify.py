@@ -16,6 +16,7 @@ from huorn.checkpoint.fp8 import scale_damage
 from huorn.checkpoint.manifest import FileSum, find_manifest, read_manifest
 from huorn.checkpoint.names import SCALE, SCALE_SUFFIX
 from huorn.checkpoint.safetensors_file import DTYPES, SafetensorsFile, TensorInfo
+from huorn.checkpoint.shards import refuse_other_kinds
 from huorn.checkpoint.tensor_check import kind_of
 from huorn.errors import CheckpointError
 
@@ -53,8 +54,9 @@ def verify(directory: Path, manifest: Path | None, progress: Progress) -> Verify
     """Reads every byte of every tensor once, in file order, and holds 8 MiB at most.
 
     Without `manifest`, one that lies in the folder is used. What is wrong with the checkpoint goes into the
-    report; a manifest that can not be used raises CheckpointError.
+    report; a folder that is none, and a manifest that can not be used, raise CheckpointError.
     """
+    refuse_other_kinds(directory)
     report = VerifyReport(directory, manifest or find_manifest(directory))
     sums = {} if report.manifest is None else read_manifest(report.manifest)
     try:

@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer
 
 from huorn.assets import EMBEDDED_MODEL
-from huorn.checkpoint.config import ModelConfig, read_json
+from huorn.checkpoint.config import ModelConfig, read_config, read_json
 from huorn.checkpoint.reader import Checkpoint
 from huorn.engine.prefix import PrefixState
 from huorn.engine.template import ChatTemplate
 from huorn.engine.tokenizer import load_tokenizer
-from huorn.errors import UsageError
+from huorn.errors import CheckpointError, UsageError
 from huorn.machine.facts import allowed_cores, usable_cores
 from huorn.machine.limits import cpu_quota
 from huorn.memory import format_bytes
@@ -81,6 +81,24 @@ class Session:
     def state_bytes(self) -> tuple[int, int]:
         """Return (KV cache, recurrent state) in bytes for `context` tokens."""
         return state_bytes(self.config, self.context, self.decoder.precision)
+
+
+def text_problems(directory: Path) -> list[str]:
+    """One sentence for each file beside the weights that `Session.open` would refuse: tokenizer, its config, chat template.
+
+    Raises CheckpointError when config.json or generation_config.json can not be used.
+    """
+    config = read_config(directory)
+    problems: dict[str, None] = {}  # both read tokenizer_config.json
+    for opens in (
+        lambda: _stop_ids(directory, config, load_tokenizer(directory, config.vocab_size)),
+        lambda: ChatTemplate.load(directory),
+    ):
+        try:
+            opens()
+        except CheckpointError as error:
+            problems[str(error)] = None
+    return list(problems)
 
 
 def _existing(directory: Path | None) -> Path:
