@@ -56,16 +56,16 @@ class SamplingSettings:
         _require(0.0 < self.top_p <= 1.0, "top-p", self.top_p, "above 0 and at most 1 (no limit)")
         _require(0.0 <= self.min_p <= 1.0, "min-p", self.min_p, "from 0 (no limit) to 1")
         _require(
-            0.01 <= self.repetition_penalty <= 100.0,
+            1e-6 <= self.repetition_penalty <= 1e6,
             "repetition-penalty",
             self.repetition_penalty,
-            "from 0.01 to 100 (1 means none)",
+            "from 0.000001 to 1000000 (1 means none)",
         )
         for name, value in (
             ("presence-penalty", self.presence_penalty),
             ("frequency-penalty", self.frequency_penalty),
         ):
-            _require(-1000.0 <= value <= 1000.0, name, value, "from -1000 to 1000 (0 means none)")
+            _require(-1e6 <= value <= 1e6, name, value, "from -1000000 to 1000000 (0 means none)")
         _require(self.seed is None or self.seed >= 0, "seed", self.seed, "0 or a positive whole number")
 
 
