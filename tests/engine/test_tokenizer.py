@@ -83,6 +83,22 @@ def test_what_is_no_byte_level_bpe_is_refused(
     assert "tokenizer.json" in str(caught.value)
 
 
+def test_a_pattern_that_never_ends_is_one_sentence(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = json.loads(tokenizer.to_str())
+    split = {"type": "Split", "pattern": {"Regex": "(a|a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    file["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    with pytest.raises(CheckpointError, match=r"can not split the text: .*retry-limit"):
+        encode(load_tokenizer(tmp_path, 512), "a" * 40 + "b")
+
+
+def test_a_post_processor_changes_no_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = json.loads(tokenizer.to_str())
+    drops = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file | {"post_processor": drops}))
+    assert encode(load_tokenizer(tmp_path, 512), "text") == encode(tokenizer, "text")
+
+
 def test_one_byte_without_a_token_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = json.loads(tokenizer.to_str())
     del file["model"]["vocab"]["~"]

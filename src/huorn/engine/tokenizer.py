@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,8 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
             f"{path} is missing: a checkpoint needs its tokenizer.json to turn text into tokens"
         )
     _refuse_other_kinds(path, read_json(path))
-    try:
+    with _panics_caught(f"{path} is not a tokenizer that can be read"):
         tokenizer = Tokenizer.from_buffer(path.read_bytes())  # from_file takes no path that is not UTF-8
-    except BaseException as error:  # the library raises bare Exception; pyo3's panics are not even that
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise
-        raise CheckpointError(f"{path} is not a tokenizer that can be read: {error}") from error
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
         raise CheckpointError(
@@ -39,6 +36,9 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
         )
     tokenizer.no_truncation()  # both may be stored in the file, and either would change a prompt in silence
     tokenizer.no_padding()
+    tokenizer.post_processor = (
+        None  # adds special tokens, which are not wanted; one of a damaged file drops the text
+    )
     return tokenizer
 
 
@@ -87,10 +87,23 @@ def _kinds(part: object) -> list[str]:
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of `text`, special tokens written in it included and none added.
 
-    Raises UsageError when `text` holds a lone surrogate, which is how Python passes on bytes that are no UTF-8.
+    Raises CheckpointError when the tokenizer fails, as on a pattern that never ends; UsageError when `text` holds a lone
+    surrogate, which is how Python passes on bytes that are no UTF-8.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"the text is not valid UTF-8 at character {error.start}") from error
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    with _panics_caught("the tokenizer of this model can not split the text"):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@contextmanager
+def _panics_caught(sentence: str) -> Iterator[None]:
+    """Turn whatever the library raises into a CheckpointError: bare Exception, and panics, which are not even that."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{sentence}: {error}") from error
