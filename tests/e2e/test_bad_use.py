@@ -57,6 +57,8 @@ def test_limits_of_a_chat_are_refused_at_its_start(call: Caller, tmp_path: Path)
         call("chat", "--max-tokens", "-1", "--model", tmp_path / "none"), "--max-tokens is -1"
     )
     assert_one_sentence(call("run", "x", "--stop", "", "--model", tmp_path / "none"), "--stop is empty")
+    for command in (["run", "x"], ["chat"]):
+        assert_one_sentence(call(*command, "--stop", "a\udcff"), "--stop is not UTF-8: byte 1 is 0xff")
 
 
 def test_commands_and_arguments(call: Caller) -> None:

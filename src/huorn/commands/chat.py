@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def chat(
 ) -> None:
     """Answer lines of stdin until /quit or the end of input. `load` is a conversation written by /save."""
     check_json_path(json_path)
+    settings = replace(settings, stop=tuple(argument_text(value, "--stop") for value in settings.stop))
     messages = _opening(system, load)
     session = choice.open()
     talk = _Talk(Conversation(session, settings, messages))
