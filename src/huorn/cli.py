@@ -9,23 +9,39 @@ import io
 import os
 import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from typer.exceptions import TyperException
 
+from huorn import __version__
 from huorn import cli_options as opt
-from huorn.errors import HuornError
+from huorn.errors import HuornError, one_line, reason
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Run Qwen3.5 / Qwen3.6 mixture-of-experts models on one machine.",
 )
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 app.add_typer(bench_app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"huorn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Run Qwen3.5 / Qwen3.6 mixture-of-experts models on one machine."""
 
 
 @app.command()
@@ -186,7 +202,9 @@ def main() -> NoReturn:
         _discard_output()
         if isinstance(error, BrokenPipeError):  # the reader has gone, as in `huorn run ... | head -1`
             sys.exit(1)  # what typer answers when the pipe breaks inside a command
-        _fail(str(error))
+        # What has a name is mostly caught where it is used; what has none here is print, to a disk that is full.
+        what = "stdout can not be written" if error.filename is None else f"{error.filename} can not be used"
+        _fail(one_line(f"{what}: {reason(error)}"))
     sys.exit(code)
 
 
@@ -207,7 +225,8 @@ def _discard_output() -> None:
 
 def _fail(message: str) -> NoReturn:
     if message:
-        print(f"error: {message}", file=sys.stderr)
+        with suppress(OSError):  # stderr may be what could not be written
+            print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -14,6 +14,11 @@ def one_line(text: str) -> str:
     return shown
 
 
+def reason(error: Exception) -> str:
+    """Why, in a few words: the system's own for an OSError, without its number and its path, which the sentence names."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 class HuornError(Exception):
     """Base of every error meant for a user: one sentence, printed as `error: ...` with exit code 2."""
 

@@ -89,6 +89,12 @@ def test_the_synthetic_label_is_read(tmp_path: Path) -> None:
     assert read_config(write(tmp_path, RELEASE, synthetic=True)).synthetic
 
 
+def test_two_words_on_rope_and_scheme_may_agree(tmp_path: Path) -> None:
+    text = RELEASE | {"rope_scaling": {"type": "mrope"}, "quantization_config": FP8_SCHEME}
+    config = read_config(write(tmp_path, text, quantization_config=FP8_SCHEME))
+    assert (config.fp8, config.rope_theta) == (True, 1e7)
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"model_type": "qwen3_moe"}, r"model_type is 'qwen3_moe'"),
     ({}, {"model_type": None}, r"model_type is None"),
@@ -100,6 +106,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"mlp_only_layers": [0]}, {}, r"mlp_only_layers is \[0\]"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7, "factor": 4.0}}, {}, r"rope type 'yarn'"),
     ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, {}, r"rope type 'linear'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, r"rope type 'yarn' in rope_scaling"),
+    ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, {}, r"rope type 'linear' in rope_scaling"),
+    ({"rope_scaling": []}, {}, r"rope_scaling must be an object"),
     ({"rope_parameters": {}}, {}, r"rope_theta"),
     ({"hidden_size": None}, {}, r"hidden_size: Field required"),
     ({"hidden_size": "2048"}, {}, r"hidden_size: Input should be a valid integer"),
@@ -124,6 +133,17 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"quantization_config": FP8_SCHEME | {"weight_block_size": [64, 64]}}, r"weight_block_size \[64, 64\]"),
     ({}, {"quantization_config": {"quant_method": "fp8"}}, r"weight_block_size None"),
     ({}, {"quantization_config": FP8_SCHEME | {"activation_scheme": "static"}}, r"activation_scheme 'static'"),
+    (
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"quantization_config": FP8_SCHEME},
+        r"text_config\.quantization_config: quantisation scheme 'gptq'",
+    ),
+    (
+        {},
+        {"quantization_config": FP8_SCHEME, "compression_config": {"format": "pack-quantized"}},
+        r"compression_config: quantisation scheme None \(pack-quantized\)",
+    ),
+    ({"compression_config": FP8_SCHEME}, {}, r"text_config\.compression_config: quantisation scheme 'fp8'"),
 ]  # fmt: skip
 
 

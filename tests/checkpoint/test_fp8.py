@@ -92,6 +92,25 @@ def test_scales_that_are_no_numbers_are_refused(scale: float) -> None:
         refuse_damaged_fp8(torch.zeros(4, 200, dtype=torch.uint8), scales, "some.weight")
 
 
+def test_negative_scales_are_refused_and_zeros_are_not() -> None:
+    codes = torch.zeros(4, 200, dtype=torch.uint8)
+    refuse_damaged_fp8(codes, torch.tensor([[0.0, -0.0]]), "some.weight")
+    with pytest.raises(CheckpointError, match=r"some\.weight has a negative block scale \(-0\.5\)"):
+        refuse_damaged_fp8(codes, torch.tensor([[1.0, -0.5]], dtype=torch.bfloat16), "some.weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_weights_must_be_finite(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    Weight(torch.full((300, 3), largest, dtype=dtype)).refuse_damaged()  # their sum is infinite
+    Weight(torch.empty(0, 3, dtype=dtype)).refuse_damaged()
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        data = torch.full((300, 3), -largest, dtype=dtype)
+        data[299, 1] = bad
+        with pytest.raises(CheckpointError, match=r"shard-7: norm holds NaN or infinity"):
+            Weight(data, name="shard-7: norm").refuse_damaged()
+
+
 def test_codes_and_scales_come_together_and_fit() -> None:
     codes = torch.zeros(130, 10).to(torch.float8_e4m3fn)
     with pytest.raises(CheckpointError, match="together or not at all"):

@@ -275,6 +275,17 @@ def test_a_nan_code_is_refused_wherever_it_is_read(tmp_path: Path) -> None:
         checkpoint.expert(2, 1).down.expand()
 
 
+def test_infinity_in_a_dense_tensor_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    state = fused_state(model_of(text_config(), torch.bfloat16))
+    for name in ("embed_tokens.weight", "layers.0.input_layernorm.weight"):
+        damaged = state | {name: state[name].clone()}
+        damaged[name].view(-1)[-1] = float("inf")
+        folder = write_folder(tmp_path / name, flat_config(text_config()), prefixed(damaged, TEXT_ONLY))
+        checkpoint = Checkpoint.open(folder)
+        with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity"):
+            checkpoint.tensor(name)
+
+
 def test_asking_for_an_unknown_name_is_an_error_not_a_crash(tmp_path: Path) -> None:
     state = fused_state(model_of(text_config()))
     checkpoint = Checkpoint.open(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,16 @@ def test_a_damaged_header_is_one_clear_line(
         SafetensorsFile(path)
     assert "x.safetensors" in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+def test_a_large_header_with_a_name_twice_is_refused_at_once(tmp_path: Path) -> None:
+    names = [*(f"layers.{n}" for n in range(64_000)), "layers.63999"]
+    header = ("{" + ",".join(f'"{name}":{json.dumps(entry())}' for name in names) + "}").encode()
+    path = write_raw(tmp_path / "x.safetensors", header, b"")
+    begin = time.process_time()
+    with pytest.raises(CheckpointError, match=r"'layers\.63999' appears twice"):
+        SafetensorsFile(path)
+    assert time.process_time() - begin < 10  # comparing each name with each took 40 s
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,9 @@ def test_a_manifest_that_can_not_be_used(
 
 def test_a_manifest_that_is_not_there(folder: Path, tmp_path: Path) -> None:
     for name in ("none.json", "none.txt"):
-        with pytest.raises(CheckpointError, match=name):
+        with pytest.raises(CheckpointError, match=name) as caught:
             run(folder, tmp_path / name)
+        assert str(caught.value).count(name) == 1
 
 
 def test_every_problem_is_listed(folder: Path) -> None:
@@ -151,10 +152,17 @@ def test_a_damaged_shard_does_not_hide_the_others(folder: Path) -> None:
     assert [FIRST in problems[0], SECOND in problems[1], len(problems)] == [True, True, 2]
 
 
-def test_a_folder_of_another_kind_is_a_problem(tmp_path: Path) -> None:
-    report = run(tmp_path)
-    assert not report.ok
-    assert "is empty" in report.problems[0]
+def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
+    for place, message in ((tmp_path, "is empty"), (tmp_path / "none", "none does not exist")):
+        with pytest.raises(CheckpointError, match=message):
+            run(place)
+
+
+def test_a_config_that_can_not_be_used_is_a_problem(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    report = run(folder)
+    assert len(report.problems) == 1
+    assert "config.json is not valid JSON" in report.problems[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,6 +183,16 @@ def test_nan_codes_are_named(folder: Path, code: int) -> None:
     tensors[name].view(torch.uint8)[-1, -1] = code
     save_file(tensors, folder / FIRST)
     assert run(folder).problems == [f"{folder / FIRST}: {name} holds NaN or infinity; the file is damaged"]
+
+
+def test_negative_scales_are_named(folder: Path) -> None:
+    tensors = load_file(folder / FIRST)
+    name = next(name for name in tensors if name.endswith("_scale_inv"))
+    tensors[name][-1, -1] = -2.0
+    save_file(tensors, folder / FIRST)
+    assert run(folder).problems == [
+        f"{folder / FIRST}: {name} has a negative block scale (-2); the file is damaged"
+    ]
 
 
 def test_a_tensor_that_can_not_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

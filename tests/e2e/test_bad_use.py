@@ -25,19 +25,19 @@ CORES = len(os.sched_getaffinity(0))
         (["--threads", "0"], f"--threads is 0, but it must be from 1 to {CORES}"),
         (["--threads", "-2"], "--threads is -2"),
         (["--threads", str(CORES + 1)], f"--threads is {CORES + 1}"),
-        (["--temperature", "nan"], "temperature is nan"),
-        (["--temperature", "-1"], "temperature is -1"),
+        (["--temperature", "nan"], "--temperature is nan"),
+        (["--temperature", "-1"], "--temperature is -1"),
         (["--temperature", "hot"], "--temperature"),
-        (["--top-p", "0"], "top-p is 0"),
-        (["--top-p", "1.5"], "top-p is 1.5"),
-        (["--top-k", "-1"], "top-k is -1"),
+        (["--top-p", "0"], "--top-p is 0"),
+        (["--top-p", "1.5"], "--top-p is 1.5"),
+        (["--top-k", "-1"], "--top-k is -1"),
         (["--top-k", "2.5"], "--top-k"),
-        (["--min-p", "2"], "min-p is 2"),
-        (["--repetition-penalty", "0"], "repetition-penalty is 0"),
-        (["--presence-penalty", "inf"], "presence-penalty is inf"),
-        (["--frequency-penalty", "nan"], "frequency-penalty is nan"),
-        (["--seed", "-1"], "seed is -1"),
-        (["--stop", ""], "stop string is empty"),
+        (["--min-p", "2"], "--min-p is 2"),
+        (["--repetition-penalty", "0"], "--repetition-penalty is 0"),
+        (["--presence-penalty", "inf"], "--presence-penalty is inf"),
+        (["--frequency-penalty", "nan"], "--frequency-penalty is nan"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--stop", ""], "--stop is empty"),
         (["--precision", "fp4"], "--precision"),
         (["--nonsense"], "--nonsense"),
     ],
@@ -48,6 +48,17 @@ def test_options(call: Caller, tiny_model: Path, options: list[str], words: str)
 
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert_one_sentence(huorn("run", "x", "--model", tmp_path / "none"), "none does not exist")
+
+
+def test_limits_of_a_chat_are_refused_at_its_start(call: Caller, tmp_path: Path) -> None:
+    """The model does not even exist: they come first."""
+    assert_one_sentence(call("chat", "--stop", "", "--model", tmp_path / "none"), "--stop is empty")
+    assert_one_sentence(
+        call("chat", "--max-tokens", "-1", "--model", tmp_path / "none"), "--max-tokens is -1"
+    )
+    assert_one_sentence(call("run", "x", "--stop", "", "--model", tmp_path / "none"), "--stop is empty")
+    for command in (["run", "x"], ["chat"]):
+        assert_one_sentence(call(*command, "--stop", "a\udcff"), "--stop is not UTF-8: byte 1 is 0xff")
 
 
 def test_commands_and_arguments(call: Caller) -> None:
@@ -111,7 +122,7 @@ def test_damaged_tokenizers(call: Caller, model_copy: Path) -> None:
     path.write_text(json.dumps(whole))
     assert_one_sentence(call("run", "x", "--model", model_copy), "token ids up to 600", "vocab_size is 512")
     path.write_text("{")
-    assert_one_sentence(call("run", "x", "--model", model_copy), "tokenizer.json is not a tokenizer")
+    assert_one_sentence(call("run", "x", "--model", model_copy), "tokenizer.json is not valid JSON")
     path.unlink()
     assert_one_sentence(call("run", "x", "--model", model_copy), "tokenizer.json is missing")
 

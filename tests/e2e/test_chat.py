@@ -95,7 +95,10 @@ class Terminal:
         self._seen = ""
 
     def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
+        self.type_bytes(text.encode())
+
+    def type_bytes(self, data: bytes) -> None:
+        os.write(self._master, data)
 
     def wait_for(self, text: str, timeout_s: float = 120) -> str:
         """Read until `text` is on the screen and return what came before it."""
@@ -144,6 +147,19 @@ class Terminal:
         finally:
             self.process.kill()
             os.close(self._master)
+
+
+def test_a_line_that_is_no_utf8_does_not_end_a_chat_at_a_terminal(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")  # as in a locale of UTF-8 other than C.UTF-8
+    terminal = Terminal("--model", str(tiny_model))
+    terminal.wait_for("> ")
+    terminal.type_bytes(b"ab\xffcd\n")
+    terminal.wait_for("error: the line is not UTF-8: byte 2 is 0xff")
+    terminal.wait_for("> ")
+    terminal.type("/quit\n")
+    assert terminal.end() == 0
 
 
 def test_ctrl_c_stops_the_answer_only(tiny_model: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+
+from huorn import __version__
 
 from .command_line import Caller, assert_one_sentence
 
@@ -14,6 +17,19 @@ def test_doctor(call: Caller, tmp_path: Path) -> None:
     for fact in ("cores", "instruction sets", "read speed", "reference"):
         assert fact in result.stdout
     assert json.loads((tmp_path / "doctor.json").read_text())["cores_usable"] >= 1
+
+
+def test_doctor_of_a_disk_that_is_not_there(call: Caller, tmp_path: Path) -> None:
+    assert_one_sentence(
+        call("doctor", "--disk", tmp_path / "none"),
+        "--disk",
+        "none: No such file or directory; name a folder",
+    )
+
+
+def test_version(call: Caller) -> None:
+    result = call("--version")
+    assert (result.code, result.stdout, result.stderr) == (0, f"huorn {__version__}\n", "")
 
 
 def test_synth_verify_and_run(call: Caller, tmp_path: Path) -> None:
@@ -44,7 +60,49 @@ def test_verify_names_the_damage(call: Caller, tmp_path: Path) -> None:
     assert shard.name in result.stdout
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert not json.loads(report.read_text())["ok"]
-    assert call("verify", tmp_path / "none").code == 2
+
+
+def test_verify_of_what_is_no_checkpoint_is_one_sentence(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for name, words in (("none", "does not exist"), ("empty", "is empty"), ("file", "is a file")):
+        assert_one_sentence(call("verify", tmp_path / name), f"{name} {words}")
+    assert_one_sentence(call("verify", tmp_path / "empty", "--json", tmp_path / "x.json"), "is empty")
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_verify_opens_the_files_beside_the_weights(call: Caller, tiny_model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    assert call("verify", model).code == 0
+    for name, content, words in (
+        ("generation_config.json", "[]", "generation_config.json holds a JSON list"),
+        ("chat_template.jinja", "{% if %}", "chat_template.jinja is not a valid chat template"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
+        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+    ):
+        path = model / name
+        kept = path.read_text() if path.exists() else None
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_text(content)
+        result = call("verify", model)
+        assert result.code == 2, name
+        problems = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]
+        assert len(problems) == 1, result.stdout
+        assert words in problems[0]
+        assert "whole" not in result.stdout
+        path.unlink(missing_ok=True)
+        if kept is not None:
+            path.write_text(kept)
+
+
+def test_a_folder_whose_name_is_no_utf8(call: Caller, tiny_model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "n\udcff"))
+    for command in (("verify", model), ("run", "x", "--max-tokens", "1", "--model", model)):
+        result = call(*command, "--json", tmp_path / "x.json")
+        assert result.code == 0, result.stderr
+        assert "\\udcff" in (tmp_path / "x.json").read_text()
 
 
 def test_bench_decode(call: Caller, tiny_model: Path, tmp_path: Path) -> None:

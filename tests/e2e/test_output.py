@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -50,6 +51,22 @@ def test_checking_a_json_path_leaves_no_trace(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("kept")
     check_json_path(tmp_path / "old.json")
     assert (tmp_path / "old.json").read_text() == "kept"
+
+
+def test_checking_leaves_a_link_without_a_target_alone(tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to("target.json")
+    check_json_path(link)
+    assert link.is_symlink()
+    assert not link.exists()
+    write_json(link, {})
+    assert (tmp_path / "target.json").read_text() == "{}\n"
+    assert link.is_symlink()
+
+
+def test_json_holds_names_that_are_no_utf8(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", {"directory": "a\udcff"})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"directory": "a\udcff"}
 
 
 def test_json_is_readable_text(tmp_path: Path) -> None:

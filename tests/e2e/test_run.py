@@ -179,10 +179,11 @@ def test_ctrl_c_ends_it_without_a_traceback(tiny_model: Path) -> None:
 def test_a_full_disk_and_closed_streams(tiny_model: Path) -> None:
     command = shlex.join([*COMMAND, "run", PROMPT, "--model", str(tiny_model), "--max-tokens", "3"])
     for redirection, code, words in (
-        (">/dev/full", 2, "error: [Errno 28] No space left on device"),
+        (">/dev/full", 2, "error: stdout can not be written: No space left on device\n"),
         (">&-", 0, "3 tokens"),
         ("<&-", 2, "the prompt is empty"),
         ("2>&-", 0, ""),
+        ("2>/dev/full", 2, ""),
     ):
         with_prompt = command if redirection != "<&-" else command.replace(shlex.quote(PROMPT), "-")
         done = subprocess.run(

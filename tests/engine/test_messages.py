@@ -11,7 +11,7 @@ from huorn.errors import UsageError
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    messages = [Message("system", "s"), Message("user", "ü 🦌\n\"'"), Message("assistant", "")]
+    messages = [Message("system", "s"), Message("user", "ü 🦌\n\"'\ud800"), Message("assistant", "")]
     write_messages(tmp_path / "chat.json", messages)
     assert read_messages(tmp_path / "chat.json") == messages
 
@@ -65,7 +65,7 @@ def test_other_shapes_are_refused(value: object) -> None:
         parse_messages(value, "file")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[" * 100_000, b"[" + b"9" * 5000 + b"]"])
 def test_files_that_are_no_json(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "chat.json"
     path.write_bytes(data)
@@ -74,7 +74,13 @@ def test_files_that_are_no_json(tmp_path: Path, data: bytes) -> None:
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"none\.json can not be read"):
-        read_messages(tmp_path / "none.json")
+    for path, reason in ((tmp_path / "none.json", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(UsageError, match=rf"^{path} can not be read: {reason}$"):
+            read_messages(path)
+    (tmp_path / "latin").write_bytes(b'["\xfc"]')
+    with pytest.raises(UsageError, match=rf"^{tmp_path / 'latin'} is not UTF-8: byte 2 is 0xfc$"):
+        read_messages(tmp_path / "latin")
     with pytest.raises(UsageError, match="can not be written"):
         write_messages(tmp_path / "none" / "chat.json", [])
+    with pytest.raises(UsageError, match="can not be written: embedded null byte"):
+        write_messages(tmp_path / "a\0b", [])

@@ -190,6 +190,18 @@ def test_tiny_and_huge_temperatures() -> None:
     }
 
 
+@pytest.mark.parametrize("repetition", [1e-6, 1e6])
+@pytest.mark.parametrize("penalty", [-1e6, 1e6])
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e300])
+def test_the_largest_penalties_leave_numbers(repetition: float, penalty: float, temperature: float) -> None:
+    extreme = SamplingSettings(
+        temperature, repetition_penalty=repetition, presence_penalty=penalty, frequency_penalty=penalty
+    )
+    largest = torch.finfo(torch.float32).max
+    sampler = Sampler(extreme, [0, 1])
+    assert {sampler.pick(torch.tensor([largest, -largest, 0.0])) for _ in range(50)} <= {0, 1, 2}
+
+
 @pytest.mark.parametrize("bad", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_damaged_logits_are_an_error(bad: list[float], temperature: float) -> None:
@@ -222,10 +234,12 @@ def test_same_seed_same_picks() -> None:
         ("top_p", 0.0), ("top_p", 1.01), ("top_p", math.nan), ("top_p", -1.0),
         ("min_p", -0.1), ("min_p", 1.1), ("min_p", math.nan),
         ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("repetition_penalty", math.nan),
+        ("repetition_penalty", 1e-308), ("repetition_penalty", 1e308), ("presence_penalty", -1e308),
+        ("presence_penalty", 1.1e6), ("frequency_penalty", -1.1e6), ("frequency_penalty", 1e308),
         ("presence_penalty", math.inf), ("frequency_penalty", math.nan),
         ("seed", -1),
     ],
 )  # fmt: skip
 def test_settings_outside_their_range_are_named(name: str, value: float) -> None:
-    with pytest.raises(UsageError, match=f"^{name.replace('_', '-')} is .* must be "):
+    with pytest.raises(UsageError, match=f"^--{name.replace('_', '-')} is .* must be "):
         SamplingSettings(**{name: value})

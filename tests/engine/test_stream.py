@@ -156,5 +156,5 @@ def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
 
 
 def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(UsageError, match="stop string is empty"):
+    with pytest.raises(UsageError, match="--stop is empty"):
         StopStrings(["a", ""])

@@ -103,19 +103,37 @@ def test_an_unsafe_attribute_is_undefined() -> None:
         ("{% include 'other.jinja' %}", "loader"),
         ("{% for i in range(10 ** 9) %}{{ i }}{% endfor %}", "too big"),
         ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "16,777,216 characters"),
-        ("{{ 'x' * 10 ** 15 }}", "MemoryError"),
+        ("{{ 'x' * 10 ** 15 }}", "16,777,216 parts"),
+        ("{{ 10 ** 15 * [1] }}", "16,777,216 parts"),
+        # constants, which Jinja would compute while it compiles
+        ("{{ 9 ** (9 ** 9) }}", "4,096 bits"),
+        ("{% set x = 9 ** (9 ** 9) %}", "4,096 bits"),
+        ("{% if (-3) ** 99999999999 %}{% endif %}", "4,096 bits"),
+        ("{% set n = namespace(n=3) %}{% for i in range(60) %}{% set n.n = n.n * n.n %}{% endfor %}", "4,096 bits"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
-)
+)  # fmt: skip
 def test_whatever_a_template_raises_is_one_sentence(source: str, reason: str) -> None:
     with pytest.raises(UsageError, match=f"the template .*{reason}"):
         ChatTemplate(source, "the template").render(USER)
 
 
-@pytest.mark.parametrize("source", ["{% if %}", "{{ 'open", "{% for m in messages %}", "{% nonsense %}"])
+@pytest.mark.parametrize("source", [
+        "{% if %}", "{{ 'open", "{% for m in messages %}", "{% nonsense %}",
+        "{% break %}", "{% macro f(a, a) %}{% endmacro %}", "{{ " + "9" * 5000 + " }}", "{{ " + "(" * 5000,
+        "{% for i in 'a' %}" * 60 + "{% endfor %}" * 60, "{% if a %}" * 2000 + "{% endif %}" * 2000,
+    ],
+    ids=lambda source: source[:20],
+)  # fmt: skip
 def test_invalid_syntax_is_found_when_loading(source: str) -> None:
-    with pytest.raises(CheckpointError, match="the template is not a valid chat template"):
+    with pytest.raises(CheckpointError, match=r"the template is not a valid chat template: .") as caught:
         ChatTemplate(source, "the template")
+    assert "<template>" not in str(caught.value)
+
+
+def test_small_numbers_are_still_computed() -> None:
+    source = "{{ 2 ** 10 }} {{ 1 ** 99999 }} {{ 2 ** -1 }} {{ 1.5 * 2 }} {{ 'ab' * 2 }} {{ [1] * 2 }} {{ 'a' * -1 }} {{ 3 * 4 }}"
+    assert ChatTemplate(source, "t").render(USER) == "1024 1 0.5 3.0 abab [1, 1]  12"
 
 
 def test_tojson_is_plain_json() -> None:
@@ -141,6 +159,7 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     for config, jinja, want in (
         ({"chat_template": "inline"}, None, "inline"),
         ({"chat_template": named}, None, "named"),
+        ({"chat_template": [{"name": ["x"], "template": "odd"}, *named]}, None, "named"),
         ({"chat_template": "inline"}, "file", "file"),
         ({"eos_token": {"content": "<end>"}, "bos_token": "<s>"}, "{{ bos_token + eos_token }}", "<s><end>"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -14,13 +15,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from huorn.checkpoint.config import ModelConfig
 from huorn.checkpoint.reader import Checkpoint
 from huorn.checkpoint.verify import verify
 from huorn.errors import CheckpointError, UsageError
 from huorn.synth import disk_writer
+from huorn.synth.presets import find_preset
 from huorn.synth.synthesize import synthesize
+from huorn.synth.tensors import SynthTensor
 
 PRESET = "tiny-fp8"
+MODULE = importlib.import_module(
+    "huorn.synth.synthesize"
+)  # its function of that name hides it in the package
 
 
 def quiet(done: int, total: int) -> None:
@@ -166,6 +173,33 @@ def test_disk_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_too_small_is_found_without_a_plan_of_every_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3.8 TB in 6.3 million tensors."""
+    planned: list[int] = []
+    plan = MODULE.shards
+
+    def counted(config: ModelConfig) -> dict[str, list[SynthTensor]]:
+        planned.append(config.num_hidden_layers)
+        return plan(config)
+
+    monkeypatch.setattr(MODULE, "shards", counted)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100, 100, 3_000_000_000_000))
+    with pytest.raises(UsageError, match=r"needs 3\d\d\d\.\d GB of disk, but 3000\.0 GB are free"):
+        synthesize("qwen3.5-35b-a3b-fp8", tmp_path / "model", 4096, 0, quiet)
+    assert max(planned) == 8
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4, 5, 7, 8, 11])
+def test_the_bound_on_bytes_is_one(layers: int) -> None:
+    preset = find_preset(PRESET)
+    exact = sum(t.nbytes for group in MODULE.shards(preset.with_layers(layers)).values() for t in group)
+    least = MODULE._least_bytes(preset, layers)
+    assert least == exact if layers % 4 == 0 else least < exact
+
+
 def test_refusals(made: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "full").mkdir()
@@ -176,7 +210,8 @@ def test_refusals(made: Path, tmp_path: Path) -> None:
         (PRESET, tmp_path / "file", None, 0): "is a file",
         ("qwen", tmp_path / "a", None, 0): "presets are qwen3.5-35b-a3b-fp8, ",
         (PRESET, tmp_path / "a", 0, 0): "--layers 0 is out of range",
-        (PRESET, tmp_path / "a", None, -1): "--seed -1 is negative",
+        (PRESET, tmp_path / "a", None, -1): "--seed -1 is out of range; give 0 to 18446744073709551615",
+        (PRESET, tmp_path / "a", None, 2**64): "--seed 18446744073709551616 is out of range",
     }.items():
         with pytest.raises(UsageError, match=words):
             synthesize(*call, quiet)

@@ -145,7 +145,7 @@ def read_config(directory: Path) -> ModelConfig:
         "partial_rotary_factor": _first("partial_rotary_factor", rope, text, default=_DEFAULT_ROTARY_FACTOR),
         "tie_word_embeddings": _first("tie_word_embeddings", top, text, default=False),
         "eos_token_ids": _eos_token_ids(directory, top, text),
-        "fp8": _is_fp8(path, _first("quantization_config", top, text)),
+        "fp8": _is_fp8(path, top, text),
         "synthetic": _first("synthetic", top, text, default=False),
     }
     try:
@@ -197,17 +197,22 @@ def _refuse_other_variants(path: Path, text: dict[str, Any]) -> None:
 
 
 def _rope(path: Path, text: dict[str, Any]) -> dict[str, Any]:
+    """The rope settings, after both spellings were looked at: transformers obeys either, so neither may be skipped."""
+    found: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
         rope = text.get(key)
         if rope is None:
             continue
         if not isinstance(rope, dict):
             raise CheckpointError(f"{path}: {key} must be an object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("default", "mrope"):
-            raise CheckpointError(f"{path}: rope type {kind!r} is not supported; huorn runs 'default'")
-        return rope
-    return {}
+        for spelling in ("rope_type", "type"):
+            kind = rope.get(spelling, "default")
+            if kind not in ("default", "mrope"):
+                raise CheckpointError(
+                    f"{path}: rope type {kind!r} in {key} is not supported; huorn runs 'default'"
+                )
+        found = found or rope
+    return found
 
 
 def _layer_types(path: Path, text: dict[str, Any]) -> tuple[Any, ...]:
@@ -231,20 +236,32 @@ def _eos_token_ids(directory: Path, top: dict[str, Any], text: dict[str, Any]) -
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def _is_fp8(path: Path, scheme: Any) -> bool:
-    if scheme is None:
-        return False
-    if not isinstance(scheme, dict):
-        raise CheckpointError(f"{path}: quantization_config must be an object")
+def _is_fp8(path: Path, top: dict[str, Any], text: dict[str, Any]) -> bool:
+    """Whether weights are FP8, after every place that can name a scheme: transformers writes the outer one or the inner."""
     supported = f"huorn opens unquantised BF16 or F32, and FP8 E4M3 with {BLOCK} x {BLOCK} block scales"
+    schemes = [("", top)] if text is top else [("", top), ("text_config.", text)]
+    fp8 = False
+    for prefix, holder in schemes:
+        for key in ("quantization_config", "compression_config"):
+            scheme = holder.get(key)
+            if scheme is not None:
+                _refuse_other_schemes(path, prefix + key, scheme, supported)
+                fp8 = True
+    return fp8
+
+
+def _refuse_other_schemes(path: Path, where: str, scheme: Any, supported: str) -> None:
+    if not isinstance(scheme, dict):
+        raise CheckpointError(f"{path}: {where} must be an object")
     method = scheme.get("quant_method")
-    if method != "fp8":
+    if method != "fp8" or where.endswith("compression_config"):  # the latter is compressed-tensors' own key
         kind = scheme.get("format") or scheme.get("quant_algo")
         detail = f" ({kind})" if isinstance(kind, str) else ""
-        raise CheckpointError(f"{path}: quantisation scheme {method!r}{detail} is not supported; {supported}")
+        raise CheckpointError(
+            f"{path}: {where}: quantisation scheme {method!r}{detail} is not supported; {supported}"
+        )
     expected = {"fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
     for name, wanted in expected.items():
         value = scheme.get(name)
         if value != wanted and not (value is None and name != "weight_block_size"):
-            raise CheckpointError(f"{path}: FP8 with {name} {value!r} is not supported; {supported}")
-    return True
+            raise CheckpointError(f"{path}: {where}: FP8 with {name} {value!r} is not supported; {supported}")

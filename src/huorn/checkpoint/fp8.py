@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 from torch import Tensor
 
@@ -20,14 +22,25 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def refuse_damaged_fp8(codes: Tensor, scale_inv: Tensor, name: str) -> None:
-    """Raises CheckpointError when `codes` holds 0x7F or 0xFF (NaN), or `scale_inv` a value not below 2^119.
+    """Raises CheckpointError when `codes` holds 0x7F or 0xFF (NaN), or `scale_inv` a value outside 0 to 2^119.
 
     Looks for the largest code: 9 G codes/s on one thread, where comparing each reaches 1.
     """
     if codes.numel() and bool((codes.view(torch.uint8) & 0x7F).max() == 0x7F):
         raise CheckpointError(f"{name} holds the NaN code of FP8 (0x7F or 0xFF); the file is damaged")
-    if scale_inv.numel() and not bool(scale_inv.abs().max() < _SCALE_LIMIT):
-        raise CheckpointError(f"{name} has a block scale that is not a finite number; the file is damaged")
+    damage = scale_damage(scale_inv)
+    if damage is not None:
+        raise CheckpointError(f"{name} has {damage}; the file is damaged")
+
+
+def scale_damage(scale_inv: Tensor) -> str | None:
+    """What is wrong with block scales (F32 or BF16, any shape), as "a ..."; None where all are from 0 to below 2^119."""
+    if not scale_inv.numel():
+        return None
+    smallest, largest = (float(bound) for bound in scale_inv.aminmax())  # both are NaN where any scale is
+    if not largest < _SCALE_LIMIT or smallest == -inf:
+        return "a block scale that is not a finite number"
+    return f"a negative block scale ({smallest:g})" if smallest < 0 else None
 
 
 def expand_fp8(codes: Tensor, scale_inv: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huorn.checkpoint.config import read_json
-from huorn.errors import CheckpointError
+from huorn.errors import CheckpointError, reason
 
 MANIFEST = "huorn-manifest.json"
 SUMS = "SHA256SUMS"
@@ -62,7 +62,7 @@ def _from_lines(path: Path) -> dict[str, FileSum]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can not be read as a list of checksums: {error}") from error
+        raise CheckpointError(f"{path} can not be read as a list of checksums: {reason(error)}") from error
     sums: dict[str, FileSum] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():

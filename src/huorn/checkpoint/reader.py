@@ -65,16 +65,14 @@ class Checkpoint:
         return cls(directory, contents.config, contents.layout, contents.infos, files)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor copied into RAM: F32 or BF16 as stored, F8 expanded to F32. Raises CheckpointError."""
-        info = self._info(name)
-        if info.dtype == F8:
-            return self.weight(name).expand()
-        return self._stored(info.name, copy=True)
+        """One tensor copied into RAM: F32 or BF16 as stored, F8 expanded to F32. Raises CheckpointError as `weight` does."""
+        weight = self.weight(name)
+        return weight.data if weight.scale_inv is None else weight.expand()
 
     def weight(self, name: str, allocate: Allocate = fresh_memory) -> Weight:
         """One matrix [O, I] as stored, copied into memory from `allocate`, with its scales.
 
-        Raises CheckpointError when it can not be read, holds a NaN code or a scale that is not finite.
+        Raises CheckpointError when it can not be read, holds NaN or infinity, or a negative scale.
         """
         weight = self._weight(name, copy=True, allocate=allocate)
         weight.refuse_damaged()

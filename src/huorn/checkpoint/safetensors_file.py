@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from huorn.checkpoint.config import LFS_POINTER
-from huorn.errors import CheckpointError
+from huorn.errors import CheckpointError, reason
 
 DTYPES = {
     "F32": torch.float32,
@@ -64,7 +65,7 @@ class SafetensorsFile:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} can not be opened: {_reason(error)}") from error
+            raise CheckpointError(f"{path} can not be opened: {reason(error)}") from error
         weakref.finalize(self, os.close, self._fd).atexit = False
         self.size = os.fstat(self._fd).st_size
         self.infos: dict[str, TensorInfo] = {}
@@ -118,7 +119,7 @@ class SafetensorsFile:
                 count = os.preadv(self._fd, [target[done:]], start + done)
             except OSError as error:
                 raise CheckpointError(
-                    f"{self.path}: {what} can not be read at offset {start + done}: {_reason(error)}"
+                    f"{self.path}: {what} can not be read at offset {start + done}: {reason(error)}"
                 ) from error
             if count == 0:
                 raise CheckpointError(
@@ -224,11 +225,7 @@ def map_file(fd: int, size: int, path: Path) -> Tensor:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        count = Counter(name for name, _ in pairs)
+        twice = next(name for name, _ in pairs if count[name] > 1)
         raise ValueError(f"{twice!r} appears twice")
     return entries
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return getattr(error, "strerror", None) or str(error)

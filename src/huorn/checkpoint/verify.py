@@ -1,4 +1,4 @@
-"""`huorn verify`: every tensor present, of the right shape and dtype, readable, and free of NaN."""
+"""`huorn verify`: every tensor present, of the right shape and dtype, readable, free of NaN and of damaged scales."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from huorn.checkpoint.contents import read_contents
+from huorn.checkpoint.fp8 import scale_damage
 from huorn.checkpoint.manifest import FileSum, find_manifest, read_manifest
-from huorn.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
+from huorn.checkpoint.names import SCALE, SCALE_SUFFIX
+from huorn.checkpoint.safetensors_file import DTYPES, SafetensorsFile, TensorInfo
+from huorn.checkpoint.shards import refuse_other_kinds
 from huorn.checkpoint.tensor_check import kind_of
 from huorn.errors import CheckpointError
 
@@ -51,8 +54,9 @@ def verify(directory: Path, manifest: Path | None, progress: Progress) -> Verify
     """Reads every byte of every tensor once, in file order, and holds 8 MiB at most.
 
     Without `manifest`, one that lies in the folder is used. What is wrong with the checkpoint goes into the
-    report; a manifest that can not be used raises CheckpointError.
+    report; a folder that is none, and a manifest that can not be used, raise CheckpointError.
     """
+    refuse_other_kinds(directory)
     report = VerifyReport(directory, manifest or find_manifest(directory))
     sums = {} if report.manifest is None else read_manifest(report.manifest)
     try:
@@ -81,15 +85,19 @@ def _read_shard(
             part = buffer[: min(_CHUNK, file.data_start - start)]
             _read_part(file, part, start, "the header", digest)
         for info in sorted(file.infos.values(), key=lambda info: info.start):
-            finite = True
+            finite, scales = True, None
             for offset in range(0, info.nbytes, _CHUNK):
                 part = buffer[: min(_CHUNK, info.nbytes - offset)]
                 _read_part(file, part, info.start + offset, info.name, digest)
                 finite = finite and _is_finite(part, info)
+                if info.name.endswith(SCALE_SUFFIX) and info.dtype in SCALE:
+                    scales = scales or scale_damage(part.view(DTYPES[info.dtype]))
                 report.bytes_read += part.numel()
                 advanced()
             if not finite:
                 report.problems.append(f"{file.path}: {info.name} holds NaN or infinity; the file is damaged")
+            elif scales is not None:
+                report.problems.append(f"{file.path}: {info.name} has {scales}; the file is damaged")
     except CheckpointError as error:
         report.problems.append(str(error))
         return

@@ -7,17 +7,18 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from huorn.commands.model_choice import ModelChoice, context_cost, describe
-from huorn.commands.output import ModelText, argument_text, check_json_path, decode_utf8, note, write_json
+from huorn.commands.output import ModelText, argument_text, check_json_path, note, write_json
 from huorn.commands.run import speed_line
 from huorn.engine.conversation import AnswerSettings, Conversation
 from huorn.engine.generate import Generation
 from huorn.engine.messages import Message, read_messages, write_messages
 from huorn.errors import HuornError, UsageError
+from huorn.files import decode_utf8
 
 COMMANDS = "/reset forgets the conversation, /save FILE writes it, /quit ends"
 
@@ -31,6 +32,7 @@ def chat(
 ) -> None:
     """Answer lines of stdin until /quit or the end of input. `load` is a conversation written by /save."""
     check_json_path(json_path)
+    settings = replace(settings, stop=tuple(argument_text(value, "--stop") for value in settings.stop))
     messages = _opening(system, load)
     session = choice.open()
     talk = _Talk(Conversation(session, settings, messages))
@@ -120,6 +122,9 @@ class _Talk:
         while True:
             try:
                 yield input("> " if sys.stdout.isatty() else "")
+            except UnicodeDecodeError as error:  # the line is gone, the chat is not
+                wrong = error.object[error.start]
+                note(f"error: the line is not {error.encoding.upper()}: byte {error.start} is 0x{wrong:02x}")
             except EOFError:
                 note("")
                 return

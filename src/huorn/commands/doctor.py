@@ -10,11 +10,16 @@ from rich.table import Table
 
 from huorn.commands.output import check_json_path, write_json
 from huorn.doctor import inspect_machine
+from huorn.errors import UsageError, reason
 
 
 def doctor(disk: Path, json_path: Path | None) -> None:
-    """Measure and print. `disk`: a folder on the disk to measure."""
+    """Measure and print. `disk`: a folder on the disk to measure. Raises UsageError when it is not there."""
     check_json_path(json_path)
+    try:
+        disk.stat()
+    except OSError as error:
+        raise UsageError(f"--disk {disk}: {reason(error)}; name a folder on the disk to measure") from error
     report = inspect_machine(disk)
     table = Table(show_header=False, box=None, pad_edge=False)
     for section, rows in groupby(report.rows(), key=lambda row: row[0]):

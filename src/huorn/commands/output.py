@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from huorn.errors import UsageError
+from huorn.errors import UsageError, reason
+from huorn.files import decode_utf8, write_atomically
 
 # C0 and C1 controls but tab and newline: on a terminal they could move the cursor, rename the window or paste commands.
 _CONTROLS = {
@@ -54,41 +55,31 @@ def argument_text(value: str, origin: str) -> str:
     return decode_utf8(os.fsencode(value), origin)
 
 
-def decode_utf8(data: bytes, origin: str) -> str:
-    """Return `data` as text. Raises UsageError that names `origin` and the byte at fault."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{origin} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from error
-
-
 def check_json_path(path: Path | None) -> None:
     """Raise UsageError now when `path` can not be written later."""
     if path is None:
         return
-    existed = path.exists()
+    existed, target = path.exists(), Path(os.path.realpath(path))
     try:
         with path.open("ab"):
             pass
     except OSError as error:
         raise _can_not_write(path, error) from error
     if not existed:
-        path.unlink()
+        target.unlink()  # not `path`, which may be a link that waits for its target
 
 
 def write_json(path: Path | None, value: dict[str, Any]) -> None:
-    """Write `value` to `path` if there is one. Raises UsageError when the disk refuses."""
+    """Write `value` to `path` if there is one, whole or not at all. Raises UsageError when the disk refuses."""
     if path is None:
         return
     try:
-        path.write_text(
-            json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        write_atomically(path, json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise _can_not_write(path, error) from error
 
 
 def _can_not_write(path: Path, error: OSError) -> UsageError:
     return UsageError(
-        f"--json {path} can not be written: {error.strerror}; name a file in a folder that can be written"
+        f"--json {path} can not be written: {reason(error)}; name a file in a folder that can be written"
     )

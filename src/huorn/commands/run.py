@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huorn.commands.model_choice import ModelChoice, context_cost, describe
 from huorn.commands.output import ModelText, argument_text, check_json_path, note, read_stdin, write_json
-from huorn.engine.generate import Generation, GenerationStats
+from huorn.engine.generate import Generation, GenerationStats, check_limits
 from huorn.engine.process import started_at
 from huorn.engine.sampling import SamplingSettings
 from huorn.engine.tokenizer import encode
@@ -29,6 +29,7 @@ def run(
     if not text:
         raise UsageError("the prompt is empty, but the model needs at least one character to go on from")
     stop = [argument_text(value, "--stop") for value in stop]
+    check_limits(max_tokens, stop)
     session = choice.open()
     prompt_ids = encode(session.tokenizer, text)
     generation = Generation(session, prompt_ids, sampling, max_tokens, stop, started=started_at())

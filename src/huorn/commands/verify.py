@@ -9,6 +9,7 @@ from huorn.checkpoint.verify import VerifyReport
 from huorn.checkpoint.verify import verify as verify_checkpoint
 from huorn.commands.output import check_json_path, write_json
 from huorn.commands.progress import byte_progress
+from huorn.engine.session import text_problems
 from huorn.errors import CheckpointError
 from huorn.memory import format_bytes
 
@@ -18,6 +19,8 @@ def verify(directory: Path, manifest: Path | None, json_path: Path | None) -> No
     check_json_path(json_path)
     with byte_progress("reading") as progress:
         report = verify_checkpoint(directory, manifest, progress)
+    if report.tensors_by_kind:  # else its config could not be read, which the report says
+        report.problems += text_problems(directory)
     for line in _lines(report):
         print(line)
     write_json(json_path, _as_json(report))
@@ -32,13 +35,16 @@ def _lines(report: VerifyReport) -> list[str]:
     sums = "no manifest, so no checksum was compared"
     if report.manifest is not None:
         sums = f"{report.checksums_matched} files have the SHA-256 of {report.manifest}"
+    problems = [f"problem: {problem}" for problem in report.problems]
+    if not report.tensors_by_kind:
+        return problems
     facts = [
         f"{report.tensors_by_kind.total()} tensors: {kinds or 'none'}",
         f"stored as: {dtypes or 'nothing'}",
         f"{format_bytes(report.bytes_read)} read",
         sums,
     ]
-    return facts + [f"problem: {problem}" for problem in report.problems] + (["whole"] if report.ok else [])
+    return facts + (problems or ["whole"])
 
 
 def _as_json(report: VerifyReport) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from huorn.engine.generate import Generation
+from huorn.engine.generate import Generation, check_limits
 from huorn.engine.messages import Message
 from huorn.engine.sampling import SamplingSettings
 from huorn.engine.session import Session
@@ -23,9 +23,18 @@ class AnswerSettings:
     stop: tuple[str, ...] = ()
     enable_thinking: bool | None = None  # None: the template's own default
 
+    def __post_init__(self) -> None:
+        """Raise UsageError at once for what the first question would be refused for."""
+        check_limits(self.max_tokens, self.stop)
+
 
 class Conversation:
-    """Renders, asks and remembers. Each answer is a function of the messages and the seed alone."""
+    """Renders, asks and remembers.
+
+    The prompt of each answer is a function of the messages alone. Its logits depend a little on what the state had already
+    read: the reference backend rounds one token at a time otherwise than a chunk, which in BF16 moves a logit by up to 0.4
+    and with it, now and then, a pick. With F32 rounding an answer is a function of the messages and the seed alone.
+    """
 
     def __init__(self, session: Session, settings: AnswerSettings, messages: Sequence[Message] = ()) -> None:
         """Start from `messages`, such as a system message or a saved chat. Raises UsageError without a chat template."""

@@ -57,7 +57,8 @@ class Generation:
         prompt are read. `stop_ids` None are the model's own end tokens. `ttft_s` counts from `started`, a time.monotonic()
         reading, by default now. Raises UsageError.
         """
-        _check_request(session, prompt_ids, max_tokens)
+        check_limits(max_tokens, stop)
+        _check_request(session, prompt_ids)
         self._prompt_ids = list(prompt_ids)
         self._limit = min(max_tokens, session.context - len(prompt_ids))
         self._sampler = Sampler(sampling, prompt_ids)
@@ -152,9 +153,14 @@ def _chunks(start: int, cut: int | None, end: int) -> Iterator[tuple[int, int]]:
         start = min(limits)
 
 
-def _check_request(session: Session, prompt_ids: Sequence[int], max_tokens: int) -> None:
+def check_limits(max_tokens: int, stop: Sequence[str]) -> None:
+    """Raise UsageError when a request with these limits would be refused whatever its prompt: before a model is loaded."""
     if max_tokens < 0:
         raise UsageError(f"--max-tokens is {max_tokens}, but it must be 0 or more")
+    StopStrings(stop)
+
+
+def _check_request(session: Session, prompt_ids: Sequence[int]) -> None:
     if not prompt_ids:
         raise UsageError("the prompt is empty, but the model needs at least one token to go on from")
     if len(prompt_ids) >= session.context:

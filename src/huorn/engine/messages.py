@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from huorn.errors import UsageError
+from huorn.errors import UsageError, reason
+from huorn.files import decode_utf8, write_atomically
 
 Role = Literal["system", "user", "assistant"]
 
@@ -78,20 +79,23 @@ def _parse_part(part: object, where: str) -> str:
 def read_messages(path: Path) -> list[Message]:
     """Read a conversation as /save writes it. Raises UsageError when the file can not be read or holds something else."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} can not be read: {error}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+        values = json.loads(decode_utf8(path.read_bytes(), str(path)))
+    except OSError as error:
+        raise UsageError(f"{path} can not be read: {reason(error)}") from error
+    except (ValueError, RecursionError) as error:  # ValueError also for a number of over 4,300 digits
         raise UsageError(f"{path} is not valid JSON: {error}") from error
     return parse_messages(values, str(path))
 
 
 def write_messages(path: Path, messages: Sequence[Message]) -> None:
-    """Write a conversation as a JSON list of {"role", "content"}. Raises UsageError when the file can not be written."""
+    """Write a conversation as a JSON list of {"role", "content"}. A file that was there is kept until the new one is whole.
+
+    Raises UsageError when it can not be written.
+    """
     text = json.dumps([message.for_template() for message in messages], ensure_ascii=False, indent=2)
     try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
+        write_atomically(path, text + "\n")
+    except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path} can not be written: {error.strerror}; name a file in a folder that can be written"
+            f"{path} can not be written: {reason(error)}; name a file in a folder that can be written"
         ) from error

@@ -42,7 +42,10 @@ class SamplingSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError that names the first setting outside its range (NaN is outside every range)."""
+        """Raise UsageError that names the first setting outside its range (NaN is outside every range).
+
+        Penalties that mean anything lie far inside theirs; beyond, logits would overflow to infinity and then to NaN.
+        """
         _require(
             0.0 <= self.temperature < math.inf,
             "temperature",
@@ -52,21 +55,23 @@ class SamplingSettings:
         _require(self.top_k >= 0, "top-k", self.top_k, "0 (no limit) or a positive whole number")
         _require(0.0 < self.top_p <= 1.0, "top-p", self.top_p, "above 0 and at most 1 (no limit)")
         _require(0.0 <= self.min_p <= 1.0, "min-p", self.min_p, "from 0 (no limit) to 1")
-        positive = "a finite positive number (1 means none)"
         _require(
-            0.0 < self.repetition_penalty < math.inf, "repetition-penalty", self.repetition_penalty, positive
+            1e-6 <= self.repetition_penalty <= 1e6,
+            "repetition-penalty",
+            self.repetition_penalty,
+            "from 0.000001 to 1000000 (1 means none)",
         )
         for name, value in (
             ("presence-penalty", self.presence_penalty),
             ("frequency-penalty", self.frequency_penalty),
         ):
-            _require(math.isfinite(value), name, value, "a finite number (0 means none)")
+            _require(-1e6 <= value <= 1e6, name, value, "from -1000000 to 1000000 (0 means none)")
         _require(self.seed is None or self.seed >= 0, "seed", self.seed, "0 or a positive whole number")
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:
     if not holds:
-        raise UsageError(f"{name} is {value}, but it must be {expected}")
+        raise UsageError(f"--{name} is {value}, but it must be {expected}")
 
 
 class Sampler:

@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer
 
 from huorn.assets import EMBEDDED_MODEL
-from huorn.checkpoint.config import ModelConfig, read_json
+from huorn.checkpoint.config import ModelConfig, read_config, read_json
 from huorn.checkpoint.reader import Checkpoint
 from huorn.engine.prefix import PrefixState
 from huorn.engine.template import ChatTemplate
 from huorn.engine.tokenizer import load_tokenizer
-from huorn.errors import UsageError
+from huorn.errors import CheckpointError, UsageError
 from huorn.machine.facts import allowed_cores, usable_cores
 from huorn.machine.limits import available_bytes, cpu_quota
 from huorn.memory import format_bytes
@@ -47,8 +47,8 @@ class Session:
         """Open the checkpoint in `directory`, the embedded model when it is None.
 
         `context` None is 4096 tokens or what the model was made for, whichever is less; `threads` None is every core this
-        process may use. `backend` is cpu (native kernels) or reference (PyTorch, the oracle). What is cheap to check is checked before
-        weights are loaded. Raises UsageError, CheckpointError.
+        process may use. `backend` is cpu (native kernels) or reference (PyTorch, the
+        oracle). What is cheap to check is checked before weights are loaded. Raises UsageError, CheckpointError.
         """
         directory = _existing(directory)
         threads = _checked_threads(threads)
@@ -91,6 +91,24 @@ class Session:
 def _room_for_weights(checkpoint: Checkpoint, context: int, precision: Precision) -> int:
     """Bytes that weights may take: nine tenths of what is available now, less the state of one request."""
     return available_bytes() * 9 // 10 - sum(state_bytes(checkpoint.config, context, precision))
+
+
+def text_problems(directory: Path) -> list[str]:
+    """One sentence for each file beside the weights that `Session.open` would refuse: tokenizer, its config, chat template.
+
+    Raises CheckpointError when config.json or generation_config.json can not be used.
+    """
+    config = read_config(directory)
+    problems: dict[str, None] = {}  # both read tokenizer_config.json
+    for opens in (
+        lambda: _stop_ids(directory, config, load_tokenizer(directory, config.vocab_size)),
+        lambda: ChatTemplate.load(directory),
+    ):
+        try:
+            opens()
+        except CheckpointError as error:
+            problems[str(error)] = None
+    return list(problems)
 
 
 def _existing(directory: Path | None) -> Path:

@@ -67,7 +67,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
-            raise UsageError("a stop string is empty, but it must hold at least one character")
+            raise UsageError("--stop is empty, but it must hold at least one character")
         self._stops = tuple(stops)
         self._held = ""
 

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from huorn.checkpoint.config import read_json
 from huorn.engine.messages import Message
-from huorn.errors import CheckpointError, UsageError
+from huorn.errors import CheckpointError, UsageError, reason
 
 # 262,144 tokens of context at 64 characters each; a template that writes more is broken or hostile.
 _LONGEST_PROMPT = 16 * 1024 * 1024
+_MOST_BITS = 4096  # of a whole number; Python prints at most 14,284
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -33,8 +35,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise CheckpointError(f"{origin} is not a valid chat template: {_reason(error)}") from error
+        except Exception as error:  # Jinja writes Python: what it does not find itself is a SyntaxError or ValueError of that
+            why = (
+                error.msg if isinstance(error, SyntaxError) else reason(error)
+            )  # str() adds a line of that Python
+            raise CheckpointError(f"{origin} is not a valid chat template: {why}") from error
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:
@@ -51,8 +56,7 @@ class ChatTemplate:
             return cls(_read_text(path), str(path), tokens)
         source = config.get("chat_template")
         if isinstance(source, list):
-            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-            source = named.get("default")
+            source = _named_default(source)
         if source is None:
             return None
         if not isinstance(source, str):
@@ -89,18 +93,44 @@ class ChatTemplate:
                     raise jinja2.TemplateError(f"it writes more than {_LONGEST_PROMPT:,} characters")
         except jinja2.exceptions.SecurityError as error:
             raise UsageError(
-                f"{self._origin} tries to leave the template sandbox: {_reason(error)}"
+                f"{self._origin} tries to leave the template sandbox: {reason(error)}"
             ) from error
         except (
             Exception
         ) as error:  # foreign code: whatever it raises (TypeError, MemoryError, ...) is the template's fault
-            raise UsageError(f"{self._origin} can not render these messages: {_reason(error)}") from error
+            raise UsageError(f"{self._origin} can not render these messages: {reason(error)}") from error
         return "".join(pieces)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, in which a short expression can not ask for hours or for all memory.
+
+    Operators that are intercepted are not computed while a template is compiled either.
+    """
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Multiply or raise to a power, unless the result is longer than any prompt or a number of over 4,096 bits."""
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if abs(left) > 1 and bits > _MOST_BITS:
+                raise jinja2.TemplateError(f"it computes a number of more than {_MOST_BITS:,} bits")
+        elif operator == "*" and _length(left) * _length(right) > _LONGEST_PROMPT:
+            raise jinja2.TemplateError(f"it repeats something to more than {_LONGEST_PROMPT:,} parts")
+        return super().call_binop(context, operator, left, right)
+
+
+def _length(factor: Any) -> int:
+    """How often a factor repeats the other, or how long it is; 0 where it does neither."""
+    if isinstance(factor, str | list | tuple):
+        return len(factor)
+    return factor if isinstance(factor, int) else 0
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], optimized=False
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -118,6 +148,12 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+def _named_default(templates: list[Any]) -> Any:
+    """The last template named "default" out of a list of {"name", "template"}; None where none is."""
+    named = [t.get("template") for t in templates if isinstance(t, dict) and t.get("name") == "default"]
+    return named[-1] if named else None
+
+
 def _token_text(value: object) -> str | None:
     """A special token in tokenizer_config.json is a string or an object with its `content`."""
     if isinstance(value, dict):
@@ -129,8 +165,4 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} can not be read: {error}") from error
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
+        raise CheckpointError(f"{path} can not be read: {reason(error)}") from error

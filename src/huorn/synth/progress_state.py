@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from huorn.errors import UsageError
+from huorn.files import PART_SUFFIX
 
 STATE_FILE = "huorn-synth-state.json"
-PART_SUFFIX = ".part"  # of a file while it is written
 
 
 @dataclass
@@ -56,13 +55,3 @@ class SynthState:
     def request(self) -> dict[str, object]:
         """What must be equal for a run to be a continuation of another."""
         return {name: value for name, value in asdict(self).items() if name != "finished"}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file has its old content or all of `text`, also after a crash."""
-    temporary = path.with_name(path.name + PART_SUFFIX)
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -13,10 +13,17 @@ from pathlib import Path
 from huorn import __version__
 from huorn.checkpoint.config import ModelConfig
 from huorn.errors import UsageError
+from huorn.files import PART_SUFFIX, write_atomically
 from huorn.synth.disk_writer import DiskWriter
 from huorn.synth.numbers import NumberSource
-from huorn.synth.presets import Preset, config_json, find_preset, generation_config_json
-from huorn.synth.progress_state import PART_SUFFIX, STATE_FILE, SynthState, write_atomically
+from huorn.synth.presets import (
+    FULL_ATTENTION_INTERVAL,
+    Preset,
+    config_json,
+    find_preset,
+    generation_config_json,
+)
+from huorn.synth.progress_state import STATE_FILE, SynthState
 from huorn.synth.shard_file import ShardContent
 from huorn.synth.tensors import SynthTensor, shards
 from huorn.synth.tokenizer import tokenizer_config_json, tokenizer_json
@@ -63,12 +70,14 @@ def synthesize(
     """
     kind = find_preset(preset)
     config = kind.with_layers(layers)
-    if seed < 0:
-        raise UsageError(f"--seed {seed} is negative; give 0 or more")
+    if not 0 <= seed < 2**64:  # a longer one would only make every hash of a name slow
+        raise UsageError(f"--seed {seed} is out of range; give 0 to {2**64 - 1}")
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; give a new or empty folder")
     state = SynthState(preset, config.num_hidden_layers, seed, manifest, __version__)
     state.resume(out)
+    written = sum((out / file).stat().st_size for file in state.finished)
+    _check_free_disk(out, _least_bytes(kind, config.num_hidden_layers) - written)
     source = NumberSource(seed)
     plan = shards(config)
     contents = {file: ShardContent(tensors, source) for file, tensors in plan.items()}
@@ -126,6 +135,19 @@ def _write_shards(
             temporary.replace(out / file)
             state.finished[file] = checksum
             state.save(out)
+
+
+def _least_bytes(kind: Preset, layers: int) -> int:
+    """Lower bound on the bytes of all tensors, from the plans of one and two periods of layers.
+
+    The plan of 4,096 layers of the 35B shape takes minutes and gigabytes: a disk too small is found without it.
+    """
+    period = FULL_ATTENTION_INTERVAL
+    one, two = (
+        sum(tensor.nbytes for tensors in shards(kind.with_layers(n)).values() for tensor in tensors)
+        for n in (period, 2 * period)
+    )
+    return one + (layers // period - 1) * (two - one)
 
 
 def _check_free_disk(out: Path, to_write: int) -> None:
