@@ -68,4 +68,13 @@ std::vector<const Kernels*> available_kernels() {
   return found;
 }
 
+bool has_nan_code(const uint8_t* codes, size_t count) {
+  uint8_t largest = 0;
+  for (size_t i = 0; i < count; ++i) {
+    uint8_t magnitude = codes[i] & 0x7f;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest == 0x7f;
+}
+
 }  // namespace huorn

@@ -130,6 +130,9 @@ NB_MODULE(_native, m) {
   using namespace huorn;
   m.def("isas", &isas, "Variants this CPU can run, the best last.");
 
+  m.def("has_nan_code", [](Address codes, size_t count) { return has_nan_code(at<uint8_t>(codes), count); }, "codes"_a, "count"_a,
+        "Whether one of the E4M3 codes is NaN.");
+
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__",
            [](Matrix* self, Address data, Address scale, int rows, int cols, int format) {

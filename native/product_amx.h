@@ -164,15 +164,21 @@ static inline void block_sums(const WeightTiles& w, bool two_tiles, const uint8_
   }
 }
 
-// 128 inputs of one row as BF16 to a place in room [step, 16 rows, 32].
-static inline void expand_to(const F8Expander& expander, const Matrix& m, const uint8_t* from, int block, uint8_t* to) {
-  __m512i w[4];
-  if (from != nullptr) {
-    expand128(expander, m, from, block * kBlock, smaller(kBlock, m.cols - block * kBlock), w);
-  } else {  // the weight has no such row
-    for (int i = 0; i < 4; ++i) w[i] = _mm512_setzero_si512();
+// 128 inputs of 16 rows, `apart` rows from each other, as BF16 to room [step, 16 rows, 32]; rows from `end` on are zeros. While a
+// row is expanded one line of `coming` is asked for.
+static inline void expand_tile(const F8Expander& expander, const Matrix& m, int row, int apart, int end, int block, uint8_t* room,
+                               const uint8_t* coming) {
+  int k = block * kBlock, count = smaller(kBlock, m.cols - k);
+  for (int i = 0; i < 16; ++i) {
+    __builtin_prefetch(coming + 64 * i, 0, 2);
+    __m512i w[4];
+    if (row + apart * i < end) {
+      expand128(expander, m, row_at(m, row + apart * i), k, count, w);
+    } else {
+      for (int j = 0; j < 4; ++j) w[j] = _mm512_setzero_si512();
+    }
+    for (int j = 0; j < 4; ++j) _mm512_store_si512(room + 1024 * j + 64 * i, w[j]);
   }
-  for (int i = 0; i < 4; ++i) _mm512_store_si512(to + 1024 * i, w[i]);
 }
 
 static inline int steps_of(const Matrix& m, int block) { return 2 * ceil_div(smaller(kBlock, m.cols - block * kBlock), 64); }
@@ -196,11 +202,7 @@ static void narrow_product(const Matrix& m, int row, const Packed& x, uint8_t* s
     int first = apart > 1 ? pass / apart * 16 * apart + pass % apart : 16 * pass;
     memset(totals, 0, 64 * static_cast<size_t>(width));
     for (int block = 0; block < blocks; ++block) {
-      for (int i = 0; i < 16; ++i) {
-        int r = first + apart * i;
-        __builtin_prefetch(coming + 64 * (block * 16 + i), 0, 2);
-        expand_to(expander, m, r < rows ? row_at(m, row + r) : nullptr, block, scratch + 64 * i);
-      }
+      expand_tile(expander, m, row + first, apart, row + rows, block, scratch, coming + 1024 * block);
       const uint8_t* columns = x.data + 4 * column_step * static_cast<size_t>(block);
       HUORN_TILE_ZERO(0);
       for (int step = 0; step < steps_of(m, block); ++step) {
@@ -234,8 +236,8 @@ static void wide_product(const Matrix& m, int row, int rows, const Packed& x, ui
       const uint8_t* first = row_at(m, row) + 2 * static_cast<size_t>(block * kBlock);
       tiles = {{first, first + 16 * row_bytes(m)}, row_bytes(m), 64};
     } else {
-      for (int r = 0; r < 32; ++r)
-        expand_to(expander, m, r < rows ? row_at(m, row + r) : nullptr, block, scratch + 4096 * (r / 16) + 64 * (r % 16));
+      for (int half = 0; half < 2; ++half)
+        expand_tile(expander, m, row + 16 * half, 1, row + rows, block, scratch + 4096 * half, m.data);
     }
     Lanes scale = splat(scale_at(m, row, block) * factor);
     const uint8_t* columns = x.data + (width == 1 ? 256 : 4096) * static_cast<size_t>(block) * static_cast<size_t>(groups);

@@ -7,6 +7,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from huorn import _native
 from huorn.errors import CheckpointError
 
 BLOCK = 128
@@ -24,9 +25,10 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def refuse_damaged_fp8(codes: Tensor, scale_inv: Tensor, name: str) -> None:
     """Raises CheckpointError when `codes` holds 0x7F or 0xFF (NaN), or `scale_inv` a value outside 0 to 2^119.
 
-    Looks for the largest code: 9 G codes/s on one thread, where comparing each reaches 1.
+    The look at the codes is native: torch needs a temporary, and those of 6,000 experts left 6 GB of holes in the heap.
     """
-    if codes.numel() and bool((codes.view(torch.uint8) & 0x7F).max() == 0x7F):
+    codes = codes.contiguous()
+    if _native.has_nan_code(codes.data_ptr(), codes.numel()):
         raise CheckpointError(f"{name} holds the NaN code of FP8 (0x7F or 0xFF); the file is damaged")
     damage = scale_damage(scale_inv)
     if damage is not None:

@@ -123,6 +123,10 @@ def _random_bytes(seed: list[int], count: int) -> Bytes:
 def _stored_values(kind: Values) -> npt.NDArray[np.unsignedinteger]:
     """The 1021 possible values of a kind as stored, little-endian [1021]: entry d is what a draw of d becomes."""
     distance = torch.arange(-DRAW_MEAN, DRAW_MEAN + 1, dtype=torch.float64)
+    if kind.dtype == "F8_E4M3":
+        # Half a step aside, so that no code is 0: one in 400 would be, and trained weights hold one code below the smallest
+        # normal number in 15,000 (seedling), which is what kernels are made for. Signs are flipped later: the mean stays 0.
+        distance += 0.5
     values = kind.mean + distance * (kind.std / DRAW_STD)
     stored = values.clamp(-F8_MAX, F8_MAX) if kind.dtype == "F8_E4M3" else values
     # Through F32 first, as torch converts: the same two correctly rounded steps everywhere.
