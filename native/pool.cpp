@@ -15,9 +15,9 @@
 namespace huorn {
 namespace {
 
-// About 40 us on a Xeon whose pause takes 140 cycles: longer than Python needs between two calls (10 us), far shorter than a
-// time slice, so a waiting thread does not take the core from whoever else computes.
-constexpr int kSpins = 800;
+// About 100 us on a Xeon whose pause takes 140 cycles: longer than Python needs between two calls (10 to 50 us), far shorter than
+// a time slice, so a waiting thread does not take the core from whoever else computes. Waking a sleeping one takes 50 to 100 us.
+constexpr int kSpins = 2000;
 
 void relax() {
 #if defined(__x86_64__)

@@ -183,40 +183,69 @@ static inline void expand_tile(const F8Expander& expander, const Matrix& m, int 
 
 static inline int steps_of(const Matrix& m, int block) { return 2 * ceil_div(smaller(kBlock, m.cols - block * kBlock), 64); }
 
-// Up to 16 columns: what counts is the stream from RAM. 16 rows at a time, so far apart that each of the 16 pages of 4 KB they lie
-// in is read in one ascending sequence, which is what the hardware follows; and one line ahead per row and block, which opens the
-// pages of the next unit. One core, F8, GB/s: 12.0 of 12.8 that a plain loop reads; 32 neighbouring rows at a time 8.8, with no
-// line ahead 6.4; two lines ahead per row instead of one 10.0; 256 or 512 inputs per visit 8.3; a second room to fill while the
-// tiles work on the first is slower than one from level-2 cache (21 against 25: loads of tiles wait for stores at the same offset
-// of a page).
+// One tile of weights [16, 32 * steps] at `weights` times up to four groups of columns; sums to parts [groups, 16, width].
+template <int kGroups>
+static inline void tile_sums(const uint8_t* weights, const uint8_t* x, int steps, int width, float* parts) {
+  size_t column_stride = 4 * static_cast<size_t>(width), column_step = 16 * column_stride, tile = 16 * static_cast<size_t>(width);
+  HUORN_TILE_ZERO(0);
+  if (kGroups > 1) HUORN_TILE_ZERO(1);
+  if (kGroups > 2) HUORN_TILE_ZERO(2);
+  if (kGroups > 3) HUORN_TILE_ZERO(3);
+  for (int step = 0; step < steps; ++step, x += column_step) {
+    HUORN_TILE_LOAD(4, weights + 1024 * step, 64);
+    HUORN_TILE_LOAD(6, x, column_stride);
+    HUORN_TILE_DOT(0, 4, 6);
+    if (kGroups > 1) {
+      HUORN_TILE_LOAD(7, x + 4096, column_stride);
+      HUORN_TILE_DOT(1, 4, 7);
+    }
+    if (kGroups > 2) {
+      HUORN_TILE_LOAD(6, x + 8192, column_stride);
+      HUORN_TILE_DOT(2, 4, 6);
+    }
+    if (kGroups > 3) {
+      HUORN_TILE_LOAD(7, x + 12288, column_stride);
+      HUORN_TILE_DOT(3, 4, 7);
+    }
+  }
+  HUORN_TILE_STORE(0, parts, column_stride);
+  if (kGroups > 1) HUORN_TILE_STORE(1, parts + tile, column_stride);
+  if (kGroups > 2) HUORN_TILE_STORE(2, parts + 2 * tile, column_stride);
+  if (kGroups > 3) HUORN_TILE_STORE(3, parts + 3 * tile, column_stride);
+}
+
+// F8 and up to 64 columns: what counts is the stream from RAM. 16 rows at a time, so far apart that each of the 16 pages of 4 KB
+// they lie in is read in one ascending sequence, which is what the hardware follows; and one line ahead per row and block, which
+// opens the pages of the next unit. One core, one column, GB/s: 12.0 of 12.8 that a plain loop reads; 32 neighbouring rows at a
+// time 8.8, with no line ahead 6.4; two lines ahead per row instead of one 10.0; 256 or 512 inputs per visit 8.3; a second room to
+// fill while the tiles work on the first is slower than one from level-2 cache (21 against 25: loads of tiles wait for stores at
+// the same offset of a page).
+constexpr int kNarrow = 64;
+
+template <int kGroups>
 static void narrow_product(const Matrix& m, int row, const Packed& x, uint8_t* scratch, float* out, const Ahead& ahead) {
   int rows = rows_at(m, row), blocks = ceil_div(m.cols, kBlock), width = group_width(x.count);
   int apart = rows == unit_rows(m) ? larger(1, smaller(rows / 16, 4096 / larger(1, static_cast<int>(row_bytes(m))))) : 1;
-  float* parts = reinterpret_cast<float*>(scratch + 4096);  // [16, width]
-  float* totals = parts + 256;                              // [16, width]
+  int sums = kGroups * 16 * width;
+  float* parts = reinterpret_cast<float*>(scratch + 4096);  // [groups, 16, width]
+  float* totals = parts + kGroups * 256;                    // [groups, 16, width]
   float factor = m.format == Format::F8 ? kF8Factor : 1.0f;
-  size_t column_stride = 4 * static_cast<size_t>(width), column_step = 16 * column_stride;
   F8Expander expander = f8_expander();
   const uint8_t* coming = ahead.at;
   for (int pass = 0; pass < ceil_div(rows, 16); ++pass) {
     int first = apart > 1 ? pass / apart * 16 * apart + pass % apart : 16 * pass;
-    memset(totals, 0, 64 * static_cast<size_t>(width));
+    memset(totals, 0, 4 * static_cast<size_t>(sums));
     for (int block = 0; block < blocks; ++block) {
       expand_tile(expander, m, row + first, apart, row + rows, block, scratch, coming + 1024 * block);
-      const uint8_t* columns = x.data + 4 * column_step * static_cast<size_t>(block);
-      HUORN_TILE_ZERO(0);
-      for (int step = 0; step < steps_of(m, block); ++step) {
-        HUORN_TILE_LOAD(6, columns + column_step * static_cast<size_t>(step), column_stride);
-        HUORN_TILE_LOAD(4, scratch + 1024 * step, 64);
-        HUORN_TILE_DOT(0, 4, 6);
-      }
-      HUORN_TILE_STORE(0, parts, column_stride);
+      const uint8_t* columns = x.data + (width == 1 ? 256 : 4096 * kGroups) * static_cast<size_t>(block);
+      tile_sums<kGroups>(scratch, columns, steps_of(m, block), width, parts);
       Lanes scale = splat(scale_at(m, row, block) * factor);
-      for (int i = 0; i < 16 * width; i += 16) store(totals + i, fma(scale, load(parts + i), load(totals + i)));
+      for (int i = 0; i < sums; i += 16) store(totals + i, fma(scale, load(parts + i), load(totals + i)));
     }
     coming += 2048 * blocks;
     for (int i = 0; i < 16; ++i)
-      for (int c = 0; c < x.count; ++c) out[c * kRows + first + apart * i] = totals[i * width + c];
+      for (int c = 0; c < x.count; ++c)
+        out[c * kRows + first + apart * i] = totals[(c / 16 * 16 + i) * width + c % 16];
   }
 }
 
@@ -271,9 +300,13 @@ static void product(Worker& worker, const Matrix& m, int row, const Packed& x, u
     return;
   }
   configure(group_width(x.count));
-  if (m.format == Format::F8 && x.count <= 16) {
-    narrow_product(m, row, x, scratch, out, ahead);
-    return;
+  if (m.format == Format::F8 && x.count <= kNarrow) {
+    switch (column_groups(x.count)) {
+      case 1: narrow_product<1>(m, row, x, scratch, out, ahead); return;
+      case 2: narrow_product<2>(m, row, x, scratch, out, ahead); return;
+      case 3: narrow_product<3>(m, row, x, scratch, out, ahead); return;
+      default: narrow_product<4>(m, row, x, scratch, out, ahead); return;
+    }
   }
   int rows = rows_at(m, row);
   for (int first = 0; first < rows; first += 32) wide_product(m, row + first, smaller(32, rows - first), x, scratch, out + first);

@@ -12,7 +12,7 @@ namespace huorn {
 enum class Format : int32_t { F8 = 0, BF16 = 1, F32 = 2 };
 
 constexpr int kBlock = 128;  // columns, and rows, of a weight that share one scale
-constexpr int kRows = 32;    // rows of a weight per product call: two AMX tiles
+constexpr int kRows = 128;   // most rows of a weight per product call, and the stride of its output
 
 // A weight [rows, cols], row-major, at any address. scale is f32 [ceil(rows / 128), ceil(cols / 128)] or null (all 1).
 struct Matrix {
