@@ -46,6 +46,8 @@ class Runtime {
     return {c.weight_bytes, c.state_bytes};
   }
 
+  double seconds() const { return pool_seconds(*pool_); }
+
   void linear(const Matrix& m, Address norm_scale, float eps, Address x, int tokens, int columns, Address y) {
     nb::gil_scoped_release release;
     kernels_->linear(*pool_, m, at<float>(norm_scale), eps, at<float>(x), tokens, columns, at<float>(y));
@@ -183,6 +185,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("isa", &Runtime::isa)
       .def_prop_ro("threads", &Runtime::threads)
       .def("counters", &Runtime::counters, "(bytes of weights, bytes of state) read so far.")
+      .def("seconds", &Runtime::seconds, "Seconds spent in kernels so far.")
       .def("linear", &Runtime::linear, "matrix"_a, "norm_scale"_a, "eps"_a, "x"_a, "tokens"_a, "columns"_a, "y"_a)
       .def("embed", &Runtime::embed, "table"_a, "format"_a, "hidden"_a, "ids"_a, "tokens"_a, "x"_a)
       .def("delta_net", &Runtime::delta_net, "layer"_a, "x"_a, "lengths"_a, "columns"_a, "conv_in"_a, "conv_out"_a, "memory_in"_a,

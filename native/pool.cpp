@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -85,6 +86,7 @@ class Pool {
 
   void run(Task task, const void* context, size_t scratch_bytes) {
     std::lock_guard<std::mutex> one_at_a_time(mutex_);
+    auto begin = std::chrono::steady_clock::now();
     for (int32_t i = 0; i < threads_; ++i) workers_[i].scratch = scratch_[i].at_least(scratch_bytes);
     for (auto& phase : phases_) phase.next.store(0, std::memory_order_relaxed);
     task_ = task;
@@ -98,6 +100,7 @@ class Pool {
       task(workers_[0], context);
     }
     barrier();  // nobody may still use what the caller owns
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
 
   void barrier() {
@@ -115,6 +118,7 @@ class Pool {
   int32_t claim(int32_t phase) { return phases_[phase].next.fetch_add(1, std::memory_order_relaxed); }
   uint8_t* shared(size_t bytes) { return shared_.at_least(bytes); }
   int32_t threads() const { return threads_; }
+  double seconds() const { return seconds_; }
 
   Counters counters() const {
     Counters sum{0, 0};
@@ -153,6 +157,7 @@ class Pool {
   Task task_ = nullptr;
   const void* context_ = nullptr;
   bool ending_ = false;
+  double seconds_ = 0.0;
   std::mutex mutex_;
   std::vector<std::thread> others_;
 };
@@ -167,5 +172,6 @@ Pool* pool_create(int32_t threads) { return new Pool(threads); }
 void pool_destroy(Pool* pool) { delete pool; }
 int32_t pool_threads(const Pool& pool) { return pool.threads(); }
 Counters pool_counters(const Pool& pool) { return pool.counters(); }
+double pool_seconds(const Pool& pool) { return pool.seconds(); }
 
 }  // namespace huorn

@@ -43,5 +43,6 @@ Pool* pool_create(int32_t threads);
 void pool_destroy(Pool* pool);
 int32_t pool_threads(const Pool& pool);
 Counters pool_counters(const Pool& pool);
+double pool_seconds(const Pool& pool);  // spent in pool_run so far
 
 }  // namespace huorn

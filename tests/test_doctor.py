@@ -10,7 +10,7 @@ import pytest
 
 from huorn.doctor import MachineReport, inspect_machine, report
 from huorn.doctor.fit import ModelFit, model_fits
-from huorn.machine import speed
+from huorn.machine import limits, speed
 from huorn.machine.facts import Gpu
 from huorn.machine.limits import MemoryLimit
 from huorn.machine.speed import ReadSpeed
@@ -75,6 +75,7 @@ def test_rows_say_what_the_facts_say(looked: MachineReport) -> None:
 def test_cgroup_limit_bounds_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "PROBE_BYTES", 8 << 20)
     monkeypatch.setattr(speed, "RAM_PROBE_BYTES", 8 << 20)
-    monkeypatch.setattr(report, "memory_limit", lambda: MemoryLimit(3 << 30, 1 << 30))
+    for module in (report, limits):
+        monkeypatch.setattr(module, "memory_limit", lambda: MemoryLimit(3 << 30, 1 << 30))
     found = inspect_machine(tmp_path)
     assert (found.ram_limit_bytes, found.ram_available_bytes) == (3 << 30, 2 << 30)

@@ -19,7 +19,7 @@ ALLOWED = {
     "synth": {"checkpoint", "machine", "memory"},
     "engine": {"checkpoint", "machine", "memory", "model"},
     "doctor": {"checkpoint", "machine", "memory", "model", "synth"},
-    "bench": {"checkpoint", "engine", "machine", "memory", "model"},
+    "bench": {"_native", "checkpoint", "engine", "kernels", "machine", "memory", "model", "schedule"},
 }
 
 

@@ -166,19 +166,32 @@ def bench_decode(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of prompt.")] = 128,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate, exactly.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed runs, after one to warm up.")] = 5,
+    sequences: Annotated[int, typer.Option(help="Sequences that decode together.")] = 1,
     context: opt.ContextTokens = None,
     threads: opt.Threads = None,
     precision: opt.PrecisionChoice = "bf16",
     backend: opt.BackendChoice = "cpu",
     json: opt.Json = None,
 ) -> None:
-    """Measure prefill and decode speed: median, minimum and maximum over several runs."""
+    """Measure prefill and decode speed, and what decoding reads from RAM beside what RAM gives."""
+    from huorn.bench.decode import Request
     from huorn.commands.bench_decode import bench_decode as command
     from huorn.commands.model_choice import ModelChoice
 
-    command(
-        ModelChoice(model, context, threads, precision, backend), prompt_tokens, max_tokens, repeats, json
-    )
+    request = Request(prompt_tokens, max_tokens, repeats, sequences)
+    command(ModelChoice(model, context, threads, precision, backend), request, json)
+
+
+@bench_app.command("kernels")
+def bench_kernels(
+    threads: opt.Threads = None,
+    repeats: Annotated[int, typer.Option(help="Passes over everything; medians are shown.")] = 5,
+    json: opt.Json = None,
+) -> None:
+    """Measure each kernel per instruction set, beside the read bandwidth and matmul peak of the same run."""
+    from huorn.commands.bench_kernels import bench_kernels as command
+
+    command(threads, repeats, json)
 
 
 def _seed(seed: int | None) -> int:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from statistics import median
 
-from huorn.engine.generate import Generation, GenerationStats
-from huorn.engine.sampling import SamplingSettings
+import torch
+
+from huorn import _native
+from huorn.bench.yardstick import ReadYardstick
+from huorn.engine.prefix import PREFILL_CHUNK
+from huorn.engine.process import peak_rss_bytes
+from huorn.engine.sampling import Sampler, SamplingSettings
 from huorn.engine.session import Session
+from huorn.engine.stream import StreamDecoder
 from huorn.engine.tokenizer import encode
 from huorn.errors import UsageError
+from huorn.model.cpu_decoder import CpuDecoder, Sequences
+from huorn.model.state import DecodeState
 
 # Real text, so that routing looks like that of real use: with random ids every expert is as likely as any other.
 PROMPT = '''\
@@ -29,55 +38,170 @@ def quicksort(items):
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Tokens per second over the repeats."""
-
-    median: float
-    minimum: float
-    maximum: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Speed:
-        """Summarise at least one value."""
-        return cls(median(values), min(values), max(values))
-
-
-@dataclass(frozen=True)
-class DecodeBench:
-    """What `huorn bench decode` measured; tokens per request and tokens per second."""
+class Request:
+    """What is run: tokens of prompt, tokens to generate (exactly), timed repeats, sequences that decode together."""
 
     prompt_tokens: int
     completion_tokens: int
     repeats: int
-    prefill_tok_s: Speed
-    decode_tok_s: Speed
+    sequences: int = 1
+
+    def check(self, context: int) -> None:
+        """UsageError when a number is too small or the context too short."""
+        for name, value, least in (
+            ("--prompt-tokens", self.prompt_tokens, 1), ("--max-tokens", self.completion_tokens, 2),
+            ("--repeats", self.repeats, 1), ("--sequences", self.sequences, 1),
+        ):  # fmt: skip
+            if value < least:
+                raise UsageError(f"{name} is {value}, but it must be {least} or more")
+        if self.prompt_tokens + self.completion_tokens > context:
+            raise UsageError(
+                f"{self.prompt_tokens} prompt tokens and {self.completion_tokens} generated ones do not fit in a context of "
+                f"{context}: lower them or raise --context"
+            )
 
 
-def bench_decode(session: Session, prompt_tokens: int, completion_tokens: int, repeats: int) -> DecodeBench:
-    """Run one request for warming up and `repeats` timed ones; greedy, and end tokens do not end it. Raises UsageError."""
-    for name, value, least in (
-        ("--prompt-tokens", prompt_tokens, 1), ("--max-tokens", completion_tokens, 2), ("--repeats", repeats, 1),
-    ):  # fmt: skip
-        if value < least:
-            raise UsageError(f"{name} is {value}, but it must be {least} or more")
-    if prompt_tokens + completion_tokens > session.context:
-        raise UsageError(
-            f"{prompt_tokens} prompt tokens and {completion_tokens} generated ones do not fit in a context of "
-            f"{session.context}: lower them or raise --context"
-        )
-    prompt_ids = list(islice(cycle(encode(session.tokenizer, PROMPT)), prompt_tokens))
-    runs = [_run(session, prompt_ids, completion_tokens) for _ in range(1 + repeats)][1:]
+@dataclass(frozen=True)
+class DecodeBench:
+    """What `huorn bench decode` measured: medians over the repeats, with all values behind them.
+
+    Speeds in tokens per second, of all sequences together. The last five need the native kernels: bytes of weights and state
+    that the kernels counted per decode step, what a native loop read per second between the runs, the share of it that
+    decoding reached, and time per decode step outside the kernels.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    repeats: int
+    sequences: int
+    prefill_tok_s: float
+    decode_tok_s: float
+    prefill_tok_s_all: tuple[float, ...]
+    decode_tok_s_all: tuple[float, ...]
+    peak_rss_bytes: int  # before the yardstick took its block
+    isa: str | None
+    ram_bytes_per_token: float | None
+    read_bandwidth_bytes_s: float | None
+    limit_fraction: float | None
+    python_s_per_token: float | None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One request: seconds of prefill and of the decode steps, and per step what the kernels read and Python spent."""
+
+    prefill_s: float
+    decode_s: float
+    step_bytes: float
+    step_python_s: float
+
+
+def bench_decode(session: Session, request: Request) -> DecodeBench:
+    """Run one request for warming up and the timed ones; greedy, and end tokens do not end it. Raises UsageError."""
+    request.check(session.context)
+    decoder = session.decoder
+    if request.sequences > 1 and not isinstance(decoder, CpuDecoder):
+        raise UsageError("--sequences needs the native kernels: use --backend cpu")
+    prompt_ids = list(islice(cycle(encode(session.tokenizer, PROMPT)), request.prompt_tokens))
+    runtime = decoder.runtime if isinstance(decoder, CpuDecoder) else None
+    _run(session, prompt_ids, request, runtime)
+    peak = peak_rss_bytes()
+    yardstick = None if runtime is None else ReadYardstick(runtime)
+    bandwidths, runs = list[float](), list[_Run]()
+    for _ in range(request.repeats):
+        if yardstick is not None:
+            bandwidths.append(yardstick.read_bytes_s())
+        runs.append(_run(session, prompt_ids, request, runtime))
+    return _summary(request, runs, bandwidths, peak, runtime)
+
+
+def _summary(
+    request: Request,
+    runs: Sequence[_Run],
+    bandwidths: Sequence[float],
+    peak: int,
+    runtime: _native.Runtime | None,
+) -> DecodeBench:
+    steps = (request.completion_tokens - 1) * request.sequences
+    prefill = tuple(request.prompt_tokens * request.sequences / run.prefill_s for run in runs)
+    decode = tuple(steps / run.decode_s for run in runs)
+    native = runtime is not None
+    step_bytes = median(run.step_bytes for run in runs)
+    bandwidth = median(bandwidths) if bandwidths else None
+    steps_s = median(decode) / request.sequences
     return DecodeBench(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        repeats=repeats,
-        prefill_tok_s=Speed.of([run.prefill_tok_s for run in runs if run.prefill_tok_s is not None]),
-        decode_tok_s=Speed.of([run.decode_tok_s for run in runs if run.decode_tok_s is not None]),
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=request.completion_tokens,
+        repeats=request.repeats,
+        sequences=request.sequences,
+        prefill_tok_s=median(prefill),
+        decode_tok_s=median(decode),
+        prefill_tok_s_all=prefill,
+        decode_tok_s_all=decode,
+        peak_rss_bytes=peak,
+        isa=None if runtime is None else runtime.isa,
+        ram_bytes_per_token=step_bytes if native else None,
+        read_bandwidth_bytes_s=bandwidth,
+        limit_fraction=None if bandwidth is None else step_bytes * steps_s / bandwidth,
+        python_s_per_token=median(run.step_python_s for run in runs) if native else None,
     )
 
 
-def _run(session: Session, prompt_ids: Sequence[int], completion_tokens: int) -> GenerationStats:
-    generation = Generation(session, prompt_ids, SamplingSettings(), completion_tokens, stop_ids=frozenset())
-    for _ in generation:
-        pass
-    return generation.stats
+def _run(
+    session: Session, prompt_ids: Sequence[int], request: Request, runtime: _native.Runtime | None
+) -> _Run:
+    if request.sequences > 1:
+        return _run_together(session, prompt_ids, request)
+    state, sampler, text = (
+        session.new_state(),
+        Sampler(SamplingSettings(), prompt_ids),
+        StreamDecoder(session.tokenizer),
+    )
+    start = time.perf_counter()
+    for first in range(0, len(prompt_ids), PREFILL_CHUNK):
+        logits = state.read(prompt_ids[first : first + PREFILL_CHUNK])
+    token_id = sampler.pick(logits)
+    between, before = time.perf_counter(), _counts(runtime)
+    for _ in range(request.completion_tokens - 1):
+        text.push(token_id)
+        token_id = sampler.pick(state.read([token_id]))
+    end, after = time.perf_counter(), _counts(runtime)
+    return _between(start, between, end, before, after, request.completion_tokens - 1)
+
+
+def _run_together(session: Session, prompt_ids: Sequence[int], request: Request) -> _Run:
+    """Sequences that start at different places of the same prompt, so that they do not all want the same experts."""
+    decoder = session.decoder
+    assert isinstance(decoder, CpuDecoder)
+    count = len(prompt_ids)
+    prompts = [
+        torch.tensor([prompt_ids[(place + 7 * number) % count] for place in range(count)])
+        for number in range(request.sequences)
+    ]
+    states = [DecodeState.new(session.config, session.context, decoder.precision) for _ in prompts]
+    start = time.perf_counter()
+    last = []
+    for ids, state in zip(prompts, states, strict=True):
+        for part in ids.split(PREFILL_CHUNK):
+            logits = decoder.forward(part, state)
+        last.append(logits.argmax(-1))
+    between, before = time.perf_counter(), _counts(decoder.runtime)
+    for _ in range(request.completion_tokens - 1):
+        left = [(state.conv, state.recurrent) for state in states]
+        last = [logits.argmax(-1) for logits in decoder.forward_batch(Sequences(last, states))]
+        for state, (conv, recurrent) in zip(states, left, strict=True):
+            state.reuse(conv, recurrent)
+    end, after = time.perf_counter(), _counts(decoder.runtime)
+    return _between(start, between, end, before, after, request.completion_tokens - 1)
+
+
+def _counts(runtime: _native.Runtime | None) -> tuple[int, float]:
+    """(bytes read, seconds spent) by the kernels so far."""
+    return (0, 0.0) if runtime is None else (sum(runtime.counters()), runtime.seconds())
+
+
+def _between(
+    start: float, between: float, end: float, before: tuple[int, float], after: tuple[int, float], steps: int
+) -> _Run:
+    read, kernel_s = after[0] - before[0], after[1] - before[1]
+    return _Run(between - start, end - between, read / steps, (end - between - kernel_s) / steps)

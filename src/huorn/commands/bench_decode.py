@@ -5,31 +5,50 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from huorn.bench.decode import DecodeBench, Request
 from huorn.bench.decode import bench_decode as measure
 from huorn.commands.model_choice import ModelChoice, context_cost, describe
 from huorn.commands.output import check_json_path, write_json
-from huorn.engine.process import peak_rss_bytes
 from huorn.memory import format_bytes
 
 
-def bench_decode(
-    choice: ModelChoice, prompt_tokens: int, completion_tokens: int, repeats: int, json_path: Path | None
-) -> None:
-    """Measure and print median, minimum and maximum."""
+def bench_decode(choice: ModelChoice, request: Request, json_path: Path | None) -> None:
+    """Measure and print medians with the range."""
     check_json_path(json_path)
     session = choice.open()
-    result = measure(session, prompt_tokens, completion_tokens, repeats)
+    result = measure(session, request)
+    kernels = f"{session.backend} ({result.isa})" if result.isa else session.backend
     print(
-        f"{session.directory.name}, {session.threads} threads, {session.decoder.precision.value}, {context_cost(session)}"
+        f"{session.directory.name}, {kernels}, {session.threads} threads, {session.decoder.precision.value}, "
+        f"{context_cost(session)}"
     )
+    together = f" x {result.sequences} sequences" if result.sequences > 1 else ""
     print(
-        f"{result.repeats} runs after one to warm up: {prompt_tokens} tokens of prompt, {completion_tokens} generated"
+        f"{result.repeats} runs after one to warm up: {result.prompt_tokens} tokens of prompt, "
+        f"{result.completion_tokens} generated{together}"
     )
-    for name, speed in (("prefill", result.prefill_tok_s), ("decode", result.decode_tok_s)):
-        print(
-            f"{name:8}median {speed.median:.1f} tok/s, minimum {speed.minimum:.1f}, maximum {speed.maximum:.1f}"
-        )
-    print(f"peak memory {format_bytes(peak_rss_bytes())}")
-    write_json(
-        json_path, {**asdict(result), "peak_rss_bytes": peak_rss_bytes(), "settings": describe(session)}
-    )
+    for name, value, values in (
+        ("prefill", result.prefill_tok_s, result.prefill_tok_s_all),
+        ("decode", result.decode_tok_s, result.decode_tok_s_all),
+    ):
+        print(f"{name:8}median {value:.1f} tok/s, minimum {min(values):.1f}, maximum {max(values):.1f}")
+    for line in _ram_lines(result):
+        print(line)
+    print(f"peak memory {format_bytes(result.peak_rss_bytes)}")
+    write_json(json_path, {**asdict(result), "settings": describe(session)})
+
+
+def _ram_lines(result: DecodeBench) -> list[str]:
+    """What a decode step reads, beside the limit; nothing for the reference backend."""
+    if (
+        result.ram_bytes_per_token is None or result.read_bandwidth_bytes_s is None
+        or result.limit_fraction is None or result.python_s_per_token is None
+    ):  # fmt: skip
+        return []
+    steps_s = result.decode_tok_s / result.sequences
+    return [
+        f"a step reads {format_bytes(round(result.ram_bytes_per_token))}: "
+        f"{result.ram_bytes_per_token * steps_s / 1e9:.1f} GB/s, {100 * result.limit_fraction:.0f} % of the "
+        f"{result.read_bandwidth_bytes_s / 1e9:.1f} GB/s that a plain loop reads between the runs",
+        f"outside the kernels {1e3 * result.python_s_per_token:.2f} ms a step",
+    ]

@@ -15,7 +15,7 @@ from huorn.model.state import DecodeState
 PREFILL_CHUNK = 512
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Point:
     """A place to come back to. A forward makes new tensors and never writes into these, so nothing is copied."""
 
@@ -61,13 +61,14 @@ class PrefixState:
         """
         logits = self._decoder.forward(torch.tensor(ids, dtype=torch.int64), self._state)
         self._ids.extend(ids)
-        self._end = _Point(len(self._ids), self._state.conv, self._state.recurrent)
+        before, self._end = self._end, _Point(len(self._ids), self._state.conv, self._state.recurrent)
+        if before not in (self._start, self._marked):
+            self._state.reuse(before.conv, before.recurrent)
         return logits[-1]
 
     def mark(self) -> None:
         """Keep the end so far to come back to, in place of what was kept before."""
         self._marked = self._end
-        self._state.held = (self._start.recurrent, self._marked.recurrent)
 
     def _go_to(self, point: _Point) -> None:
         state = self._state

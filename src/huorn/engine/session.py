@@ -51,7 +51,7 @@ class Session:
         oracle). What is cheap to check is checked before weights are loaded. Raises UsageError, CheckpointError.
         """
         directory = _existing(directory)
-        threads = _checked_threads(threads)
+        threads = checked_threads(threads)
         checkpoint = Checkpoint.open(directory)
         context = _checked_context(context, checkpoint.config)
         tokenizer = load_tokenizer(directory, checkpoint.config.vocab_size)
@@ -122,7 +122,8 @@ def _existing(directory: Path | None) -> Path:
     return directory
 
 
-def _checked_threads(threads: int | None) -> int:
+def checked_threads(threads: int | None) -> int:
+    """Threads asked for, or every core this process may use. Raises UsageError."""
     allowed = allowed_cores()
     if threads is None:
         return usable_cores(allowed, cpu_quota())

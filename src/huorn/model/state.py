@@ -29,7 +29,6 @@ class DecodeState:
 
     A forward writes free rows of `kv` and replaces conv and recurrent by new tensors in `commit`. So one that fails
     on the way (a damaged expert, Ctrl-C) leaves the sequence as it was, at the price of holding both for a moment.
-    `held` are values of `recurrent` that somebody will come back to: never written again.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class DecodeState:
         self.kv = tuple(kv)
         self.conv = tuple(conv)
         self.recurrent = tuple(recurrent)
-        self.held: tuple[tuple[Tensor, ...], ...] = ()
         self._spare: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
     @classmethod
@@ -76,19 +74,21 @@ class DecodeState:
             )
 
     def spare(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Tensors (conv, recurrent) for a forward to write and to commit: those of the last token but one, if nobody holds
-        them. Fresh ones would cost 63 MB of page faults per token in the 35B shape."""
+        """Tensors (conv, recurrent) for a forward to write and to commit: what `reuse` gave back, or fresh ones."""
         taken, self._spare = self._spare, None
         if taken is None:
             taken = tuple(map(torch.empty_like, self.conv)), tuple(map(torch.empty_like, self.recurrent))
         return taken
 
+    def reuse(self, conv: tuple[Tensor, ...], recurrent: tuple[Tensor, ...]) -> None:
+        """Gives back tensors of an earlier position that nobody will come to again: fresh ones would cost 63 MB of page
+        faults per token in the 35B shape."""
+        self._spare = conv, recurrent
+
     def commit(self, tokens: int, linear: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Ends a forward over `tokens` tokens that left these (conv, recurrent) in the linear layers."""
         pairs = list(linear)
         conv, recurrent = tuple(conv for conv, _ in pairs), tuple(recurrent for _, recurrent in pairs)
-        if not any(self.recurrent is kept for kept in self.held):
-            self._spare = self.conv, self.recurrent
         self.position, self.conv, self.recurrent = self.position + tokens, conv, recurrent
 
 
