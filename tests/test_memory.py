@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from huorn import memory
 from huorn.checkpoint.reader import Checkpoint
 from huorn.memory import (
     MemoryBudget,
@@ -67,7 +68,7 @@ def test_experts_are_not_counted_as_resident(large: MemoryBudget) -> None:
 
 
 def test_stored_weights_of_a_checkpoint_are_all_in_it(small: Checkpoint) -> None:
-    budget = checkpoint_budget(small, 100, Precision.F32, expand_limit_bytes=0)
+    budget = checkpoint_budget(small, 100, Precision.F32, "reference", expand_limit_bytes=0)
     stored = sum(info.nbytes for name, info in small.infos.items() if not name.startswith("mtp."))
     state = sum(b for name, b in lines(budget).items() if name.startswith(("keys", "delta-net")))
     assert sum(lines(budget).values()) - budget.program_bytes - state == stored
@@ -75,12 +76,28 @@ def test_stored_weights_of_a_checkpoint_are_all_in_it(small: Checkpoint) -> None
 
 
 def test_small_models_are_held_in_f32_with_their_experts(small: Checkpoint) -> None:
-    as_stored, expanded = (checkpoint_budget(small, 100, Precision.F32, limit) for limit in (0, 1 << 30))
+    as_stored, expanded = (
+        checkpoint_budget(small, 100, Precision.F32, "reference", limit) for limit in (0, 1 << 30)
+    )
     assert expanded.mapped_bytes == 0
     experts = small.config.num_hidden_layers * small.config.num_experts * 3
     weights = small.config.moe_intermediate_size * small.config.hidden_size
     assert lines(expanded)["routed experts"] == 4 * experts * weights
     assert lines(expanded)["embedding"] == 2 * lines(as_stored)["embedding"]  # BF16 in the file
+
+
+def test_kernels_hold_weights_as_stored(small: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = sum(info.nbytes for name, info in small.infos.items() if not name.startswith("mtp."))
+    budget = checkpoint_budget(small, 100, Precision.BF16)
+    state = sum(b for name, b in lines(budget).items() if name.startswith(("keys", "delta-net")))
+    assert budget.mapped_bytes == 0
+    assert budget.resident_bytes - budget.program_bytes - state == stored
+    monkeypatch.setattr(
+        memory, "available_bytes", lambda: stored
+    )  # a tenth is left to others: experts stay on disk
+    tight = checkpoint_budget(small, 100, Precision.BF16)
+    assert tight.mapped_bytes == lines(tight)["routed experts"] == lines(budget)["routed experts"]
+    assert lines(checkpoint_budget(small, 100, Precision.F32))["embedding"] == 2 * lines(budget)["embedding"]
 
 
 def test_resident_set(tmp_path: Path) -> None:

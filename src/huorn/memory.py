@@ -12,6 +12,9 @@ from huorn.checkpoint.config import ModelConfig
 from huorn.checkpoint.names import SCALE_SUFFIX
 from huorn.checkpoint.reader import Checkpoint
 from huorn.checkpoint.tensor_check import kind_of
+from huorn.machine.limits import available_bytes
+from huorn.model.backend import Backend
+from huorn.model.cpu_load import stored_bytes
 from huorn.model.load import EXPAND_LIMIT_BYTES, expanded_bytes
 from huorn.model.precision import Precision
 from huorn.model.state import state_bytes
@@ -69,20 +72,37 @@ class MemoryBudget:
 
 
 def checkpoint_budget(
-    checkpoint: Checkpoint, context: int, precision: Precision, expand_limit_bytes: int = EXPAND_LIMIT_BYTES
+    checkpoint: Checkpoint,
+    context: int,
+    precision: Precision,
+    backend: Backend = "cpu",
+    expand_limit_bytes: int = EXPAND_LIMIT_BYTES,
 ) -> MemoryBudget:
     """Budget of an open checkpoint, from its headers alone: no tensor is read.
 
-    A model within `expand_limit_bytes` (as in load_decoder) is held in F32 with all its experts.
+    The native kernels hold weights as stored (in F32 precision all expanded), and the experts too where all fits into what is
+    free now, as in Session.open. The reference backend holds a model within `expand_limit_bytes` in F32, as in load_decoder.
     """
     text = {name: info for name, info in checkpoint.infos.items() if kind_of(name) == "text"}
-    expanded = expanded_bytes(checkpoint) <= expand_limit_bytes
+    if backend == "reference":
+        expanded = resident = expanded_bytes(checkpoint) <= expand_limit_bytes
+    else:
+        expanded = precision is Precision.F32
+        resident = expanded or sum(stored_bytes(checkpoint)) <= room_for_weights(
+            checkpoint.config, context, precision
+        )
     if expanded:
         sizes = {n: 4 * prod(info.shape) for n, info in text.items() if not n.endswith(SCALE_SUFFIX)}
     else:
         sizes = {n: info.nbytes for n, info in text.items()}
-    program = resident_set_bytes()
-    return memory_budget(sizes, checkpoint.config, context, precision, program, experts_resident=expanded)
+    return memory_budget(
+        sizes, checkpoint.config, context, precision, resident_set_bytes(), experts_resident=resident
+    )
+
+
+def room_for_weights(config: ModelConfig, context: int, precision: Precision) -> int:
+    """Bytes that weights may take: nine tenths of what is available now, less the state of one request."""
+    return available_bytes() * 9 // 10 - sum(state_bytes(config, context, precision))
 
 
 def memory_budget(

@@ -16,8 +16,8 @@ from huorn.engine.template import ChatTemplate
 from huorn.engine.tokenizer import load_tokenizer
 from huorn.errors import CheckpointError, UsageError
 from huorn.machine.facts import allowed_cores, usable_cores
-from huorn.machine.limits import available_bytes, cpu_quota
-from huorn.memory import format_bytes
+from huorn.machine.limits import cpu_quota
+from huorn.memory import format_bytes, room_for_weights
 from huorn.model.backend import Backend, LanguageModel, open_decoder
 from huorn.model.precision import Precision
 from huorn.model.state import state_bytes
@@ -65,7 +65,11 @@ class Session:
             template=template,
             backend=backend,
             decoder=open_decoder(
-                checkpoint, precision, backend, threads, _room_for_weights(checkpoint, context, precision)
+                checkpoint,
+                precision,
+                backend,
+                threads,
+                room_for_weights(checkpoint.config, context, precision),
             ),
             context=context,
             threads=threads,
@@ -86,11 +90,6 @@ class Session:
     def state_bytes(self) -> tuple[int, int]:
         """Return (KV cache, recurrent state) in bytes for `context` tokens."""
         return state_bytes(self.config, self.context, self.decoder.precision)
-
-
-def _room_for_weights(checkpoint: Checkpoint, context: int, precision: Precision) -> int:
-    """Bytes that weights may take: nine tenths of what is available now, less the state of one request."""
-    return available_bytes() * 9 // 10 - sum(state_bytes(checkpoint.config, context, precision))
 
 
 def text_problems(directory: Path) -> list[str]:
