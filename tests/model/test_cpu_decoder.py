@@ -49,6 +49,10 @@ def most_tokens(isa: str) -> int:
     return 300 if isa == FASTEST else 80
 
 
+def random_ids(vocab_size: int, count: int, seed: int) -> Tensor:
+    return torch.randint(0, vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(seed))[:count]
+
+
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """What a sequence of some tokens leaves behind."""
@@ -129,8 +133,7 @@ class Model:
         two = replace(one, runtime=_native.Runtime(2, isa))
         chains = []
         for seed, length in enumerate(lengths):
-            generator = torch.Generator().manual_seed(seed)
-            ids = torch.randint(0, one.config.vocab_size, (length,), generator=generator)
+            ids = random_ids(one.config.vocab_size, length, seed)
             chains.append(Chain.of(one, ids))
         return cls(isa, one, two, chains)
 
@@ -188,8 +191,10 @@ def cuts(draw: st.DrawFn, most: int) -> list[int]:
 
 
 def test_one_piece(seedling: Model) -> None:
+    slow = seedling.isa == "portable" and FASTEST != "portable"
     for count in BOUNDARIES:
-        seedling.chains[0].check(seedling.two, [count])
+        if not (slow and count in (255, 256)):  # the cut at them is tested below
+            seedling.chains[0].check(seedling.two, [count])
 
 
 def test_cut_at_each_boundary(seedling: Model) -> None:
@@ -274,7 +279,7 @@ def test_chunks_of(seedling: Model, most: int) -> None:
     seedling.chains[0].check(planned(seedling.two, lambda ids: Plan.bucketed(ids, most)), [1, 70])
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129])
+@pytest.mark.parametrize("most", [1, 3, 16, 17, 65, 128])
 def test_dense_columns_do_not_show(seedling: Model, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr("huorn.model.cpu_decoder.columns", lambda backend, isa, use: most)
     seedling.chains[0].check(seedling.two, [66, 1, 4] if seedling.isa != FASTEST else [131, 1, 4])
@@ -412,8 +417,7 @@ class Recorder:
         return run_plan
 
 
-@pytest.mark.parametrize("most", [3, 16, 64])
-@pytest.mark.parametrize("tokens", [1, 5, 64, 130])
+@pytest.mark.parametrize(("tokens", "most"), [(1, 1), (5, 3), (64, 1), (64, 16), (130, 7), (130, 64)])
 def test_weight_bytes_of_a_bucketed_plan(seedling: Model, tokens: int, most: int) -> None:
     config, chain = seedling.one.config, seedling.chains[0]
     recorder, seen = Recorder(seedling.two.runtime), []
@@ -451,15 +455,15 @@ def test_state_bytes_of_a_token(seedling: Model) -> None:
 
 @pytest.fixture(scope="module")
 def f32(isa: str) -> Model:
-    return Model.of(EMBEDDED_MODEL, isa, [70, 20], Precision.F32)
+    return Model.of(EMBEDDED_MODEL, isa, [40, 20], Precision.F32)
 
 
 def test_f32(f32: Model) -> None:
-    f32.chains[0].check(f32.two, [70])
-    f32.chains[0].check(f32.two, [1, 2, 3, 17, 33])
+    f32.chains[0].check(f32.two, [40])
+    f32.chains[0].check(f32.two, [1, 2, 3, 17, 16])
     f32.chains[0].check(planned(f32.one, Plan.per_pair), [17])
-    f32.chains[0].check(planned(f32.two, shuffled(1)), [40])
-    f32.check_together(f32.two, [(0, 3, 20), (1, 7, 1), (1, 0, 20), (0, 69, 1)], all_logits=True)
+    f32.chains[0].check(planned(f32.two, shuffled(1)), [30])
+    f32.check_together(f32.two, [(0, 3, 20), (1, 7, 1), (1, 0, 20), (0, 39, 1)], all_logits=True)
 
 
 @pytest.fixture(scope="session")
@@ -482,13 +486,13 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wide(isa: str, wide_folder: Path) -> Model:
-    return Model.of(wide_folder, isa, [130, 20] if isa == FASTEST else [34, 9])
+    return Model.of(wide_folder, isa, [130, 20] if isa == FASTEST else [24, 9])
 
 
 def test_full_width_cuts(wide: Model) -> None:
     total = len(wide.chains[0].ids)
     wide.chains[0].check(wide.two, [total])
-    wide.chains[0].check(wide.two, [1, 2, 3, 11, 17])
+    wide.chains[0].check(wide.two, [1, 2, 4, 17])
     wide.chains[0].check(wide.one, [7])
 
 
@@ -499,11 +503,11 @@ def test_full_width_plans(wide: Model) -> None:
         lambda ids: Plan.bucketed(ids, 5),
         shuffled(2),
     ):
-        wide.chains[0].check(planned(wide.two, make), [20])
+        wide.chains[0].check(planned(wide.two, make), [20 if wide.isa == FASTEST else 9])
 
 
 def test_full_width_batch(wide: Model) -> None:
-    wide.check_together(wide.two, [(0, 3, 20), (1, 7, 1), (1, 0, 5), (0, 33, 1)], all_logits=True)
+    wide.check_together(wide.two, [(0, 3, 20), (1, 7, 1), (1, 0, 5), (0, 23, 1)], all_logits=True)
     wide.check_together(wide.two, [(n % 2, n % 9, 1) for n in range(16)], all_logits=False)
 
 
@@ -516,12 +520,15 @@ def test_full_width_random_cuts(wide: Model) -> None:
     check()
 
 
-def test_full_width_is_close_to_the_reference(wide: Model, wide_folder: Path) -> None:
-    """Of all that can be wrong with a model of this width alone, most would show here."""
-    chain = wide.chains[0]
-    reference = load_decoder(Checkpoint.open(wide_folder), Precision.BF16, expand_limit_bytes=0)
-    count = 20
-    state = DecodeState.new(reference.config, count, Precision.BF16)
-    theirs = reference.forward(chain.ids[:count], state, all_logits=True)
-    errors = (chain.logits[:count] - theirs).norm(dim=1) / theirs.norm(dim=1)
+@pytest.fixture(scope="session")
+def wide_reference(wide_folder: Path) -> Tensor:
+    """The PyTorch decoder's logits of the first 20 tokens."""
+    decoder = load_decoder(Checkpoint.open(wide_folder), Precision.BF16, expand_limit_bytes=0)
+    ids = random_ids(decoder.config.vocab_size, 20, seed=0)
+    return decoder.forward(ids, DecodeState.new(decoder.config, 20, Precision.BF16), all_logits=True)
+
+
+def test_full_width_is_close_to_the_reference(wide: Model, wide_reference: Tensor) -> None:
+    """Equal bits could all be wrong. What a variant gets wrong at this width alone would show here."""
+    errors = (wide.chains[0].logits[:20] - wide_reference).norm(dim=1) / wide_reference.norm(dim=1)
     assert float(errors.median()) <= 0.02
