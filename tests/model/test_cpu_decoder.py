@@ -1,7 +1,7 @@
 """The decoder on native kernels: logits and states are a function of the token ids alone, to the bit, for every variant.
 
-One chain per text and variant is the reference: its tokens one by one, on one thread, with the state after each. Whatever else
-is done with the same tokens must give its bits.
+One chain per text and variant is the reference: its tokens one by one, with the state after each. Whatever else is done with
+the same tokens must give its bits.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ PLENTY = 1 << 34
 
 
 def draws(isa: str) -> int:
-    """Of each of the three properties of seedling: 210 in all on the fastest variant."""
-    return 70 if isa == FASTEST else 6
+    """Of each of the three properties of seedling: 201 in all on the fastest variant."""
+    return 67 if isa == FASTEST else 4
 
 
 def most_tokens(isa: str) -> int:
-    return 300 if isa == FASTEST else 80
+    return 300 if isa == FASTEST else 64
 
 
 def random_ids(vocab_size: int, count: int, seed: int) -> Tensor:
@@ -67,20 +67,24 @@ class Snapshot:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Tokens one by one: logits [T, V], the state after 0, 1 .. T of them, and the cache after all."""
+    """Tokens one by one: logits [T, V], the state after 0, 1, 2 .. of them, and the cache after all.
+
+    The slower variants go on in pieces after 140 tokens."""
 
     ids: Tensor
     logits: Tensor
-    after: list[Snapshot]
+    after: dict[int, Snapshot]
     kv: list[tuple[Tensor, Tensor]]
 
     @classmethod
     def of(cls, decoder: CpuDecoder, ids: Tensor) -> Chain:
         state = DecodeState.new(decoder.config, CONTEXT, decoder.precision)
-        logits, after = [], [Snapshot.of(state)]
-        for token in ids.split(1):
-            logits.append(decoder.forward(token, state))
-            after.append(Snapshot.of(state))
+        alone = len(ids) if decoder.runtime.isa == FASTEST else min(len(ids), 140)
+        ends = [*range(1, alone + 1), *(end for end in (255, 256, 300) if alone < end <= len(ids))]
+        logits, after = [], {0: Snapshot.of(state)}
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            logits.append(decoder.forward(ids[start:end], state, all_logits=True))
+            after[end] = Snapshot.of(state)
         kv = [(layer.keys[: len(ids)].clone(), layer.values[: len(ids)].clone()) for layer in state.kv]
         return cls(ids, torch.cat(logits), after, kv)
 
@@ -97,14 +101,16 @@ class Chain:
     def assert_state(self, state: DecodeState, tokens: int) -> None:
         """The state is that after the first `tokens`."""
         assert state.position == tokens
-        for ours, theirs in zip(state.conv, self.after[tokens].conv, strict=True):
-            assert torch.equal(ours, theirs)
-        for ours, theirs in zip(state.recurrent, self.after[tokens].recurrent, strict=True):
-            assert torch.equal(ours, theirs)
         for layer, (keys, values) in zip(state.kv, self.kv, strict=True):
             assert torch.equal(layer.keys[:tokens], keys[:tokens])
             assert torch.equal(layer.values[:tokens], values[:tokens])
             assert not layer.keys[tokens:].any(), "rows of tokens that were not read"
+        if tokens not in self.after:
+            return
+        for ours, theirs in zip(state.conv, self.after[tokens].conv, strict=True):
+            assert torch.equal(ours, theirs)
+        for ours, theirs in zip(state.recurrent, self.after[tokens].recurrent, strict=True):
+            assert torch.equal(ours, theirs)
 
     def check(self, decoder: CpuDecoder, lengths: Sequence[int], start: int = 0) -> None:
         """Pieces of these lengths from token `start` on give the chain's logits, and the state behind each."""
@@ -134,7 +140,7 @@ class Model:
         chains = []
         for seed, length in enumerate(lengths):
             ids = random_ids(one.config.vocab_size, length, seed)
-            chains.append(Chain.of(one, ids))
+            chains.append(Chain.of(one if isa == FASTEST else two, ids))
         return cls(isa, one, two, chains)
 
     def check_together(
@@ -171,7 +177,7 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def seedling(isa: str) -> Model:
-    return Model.of(EMBEDDED_MODEL, isa, [300, 100])
+    return Model.of(EMBEDDED_MODEL, isa, [300, 100 if isa == FASTEST else 60])
 
 
 # ---- how a prompt is cut ----
@@ -191,10 +197,8 @@ def cuts(draw: st.DrawFn, most: int) -> list[int]:
 
 
 def test_one_piece(seedling: Model) -> None:
-    slow = seedling.isa == "portable" and FASTEST != "portable"
     for count in BOUNDARIES:
-        if not (slow and count in (255, 256)):  # the cut at them is tested below
-            seedling.chains[0].check(seedling.two, [count])
+        seedling.chains[0].check(seedling.two, [count])
 
 
 def test_cut_at_each_boundary(seedling: Model) -> None:
@@ -208,7 +212,7 @@ def test_one_by_one_on_two_threads(seedling: Model) -> None:
 
 
 def test_one_thread(seedling: Model) -> None:
-    for count in (2, 5, 17, 65, 129):
+    for count in (2, 17, 129):
         seedling.chains[0].check(seedling.one, [count, 3])
 
 
@@ -274,7 +278,7 @@ def test_any_plan(seedling: Model) -> None:
     check()
 
 
-@pytest.mark.parametrize("most", [1, 2, 15, 16, 17, 33, 64])
+@pytest.mark.parametrize("most", [1, 2, 16, 17, 64])
 def test_chunks_of(seedling: Model, most: int) -> None:
     seedling.chains[0].check(planned(seedling.two, lambda ids: Plan.bucketed(ids, most)), [1, 70])
 
@@ -295,8 +299,12 @@ def batches(draw: st.DrawFn, isa: str) -> list[tuple[int, int, int]]:
     picks = []
     for _ in range(draw(st.integers(1, 16))):
         chain = draw(st.integers(0, 1))
-        start = draw(st.integers(0, 90) if chain else st.integers(0, 280))
-        room = (100 if chain else 300) - start
+        start = draw(
+            st.integers(0, 90 if isa == FASTEST else 50)
+            if chain
+            else st.integers(0, 280 if isa == FASTEST else 120)
+        )
+        room = ((100 if isa == FASTEST else 60) if chain else 300) - start
         picks.append((chain, start, min(room, draw(st.one_of(st.just(1), st.integers(1, longest))))))
     return picks
 
@@ -317,7 +325,7 @@ def test_decode_steps_together(seedling: Model, count: int) -> None:
 
 
 def test_prompts_and_decode_steps_together(seedling: Model) -> None:
-    picks = [(0, 0, 65), (1, 50, 1), (0, 299, 1), (1, 0, 3), (0, 127, 2), (1, 64, 1)]
+    picks = [(0, 0, 65), (1, 50, 1), (0, 255, 1), (1, 0, 3), (0, 127, 2), (1, 57, 1)]
     for all_logits in (False, True):
         seedling.check_together(seedling.two, picks, all_logits)
 
@@ -455,25 +463,25 @@ def test_state_bytes_of_a_token(seedling: Model) -> None:
 
 @pytest.fixture(scope="module")
 def f32(isa: str) -> Model:
-    return Model.of(EMBEDDED_MODEL, isa, [40, 20], Precision.F32)
+    return Model.of(EMBEDDED_MODEL, isa, [30, 12], Precision.F32)
 
 
 def test_f32(f32: Model) -> None:
-    f32.chains[0].check(f32.two, [40])
-    f32.chains[0].check(f32.two, [1, 2, 3, 17, 16])
+    f32.chains[0].check(f32.two, [30])
+    f32.chains[0].check(f32.two, [1, 2, 3, 17, 7])
     f32.chains[0].check(planned(f32.one, Plan.per_pair), [17])
     f32.chains[0].check(planned(f32.two, shuffled(1)), [30])
-    f32.check_together(f32.two, [(0, 3, 20), (1, 7, 1), (1, 0, 20), (0, 39, 1)], all_logits=True)
+    f32.check_together(f32.two, [(0, 3, 20), (1, 7, 1), (1, 0, 12), (0, 29, 1)], all_logits=True)
 
 
 @pytest.fixture(scope="session")
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 35B shape with two layers, 32 experts and 520 tokens, in FP8: 260 MB with the draft head, which nobody reads."""
+    """The 35B shape with two layers, 16 experts and 520 tokens, in FP8: 230 MB with the draft head, which nobody reads."""
     released = presets.find_preset("qwen3.5-35b-a3b-fp8").config
     small = {
         "num_hidden_layers": 2,
         "layer_types": ("linear_attention", "full_attention"),
-        "num_experts": 32,
+        "num_experts": 16,
         "vocab_size": 520,
     }
     preset = presets.Preset("wide", released.model_copy(update=small))
@@ -486,13 +494,13 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wide(isa: str, wide_folder: Path) -> Model:
-    return Model.of(wide_folder, isa, [130, 20] if isa == FASTEST else [24, 9])
+    return Model.of(wide_folder, isa, [130, 20] if isa == FASTEST else [20, 9])
 
 
 def test_full_width_cuts(wide: Model) -> None:
     total = len(wide.chains[0].ids)
     wide.chains[0].check(wide.two, [total])
-    wide.chains[0].check(wide.two, [1, 2, 4, 17])
+    wide.chains[0].check(wide.two, [1, 2, 17])
     wide.chains[0].check(wide.one, [7])
 
 
@@ -507,7 +515,7 @@ def test_full_width_plans(wide: Model) -> None:
 
 
 def test_full_width_batch(wide: Model) -> None:
-    wide.check_together(wide.two, [(0, 3, 20), (1, 7, 1), (1, 0, 5), (0, 23, 1)], all_logits=True)
+    wide.check_together(wide.two, [(0, 3, 17), (1, 7, 1), (1, 0, 5), (0, 19, 1)], all_logits=True)
     wide.check_together(wide.two, [(n % 2, n % 9, 1) for n in range(16)], all_logits=False)
 
 
