@@ -1,6 +1,7 @@
 # make demo   installs into .venv and lets the embedded model write
 # make test   installs the test extra and runs the whole suite
 # make lint   ruff and mypy --strict
+# make sanitize  every kernel under AddressSanitizer and UBSan
 # make bench  decode and prefill speed of the embedded model
 # make figures  draws the pictures of docs/ from docs/figures
 PYTHON ?= python3
@@ -9,7 +10,7 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test lint bench figures clean
+.PHONY: demo test lint bench figures sanitize clean
 
 demo: $(VENV)/.run
 	$(BIN)/huorn run "def quicksort(items):" --max-tokens 128 --temperature 0.7 --top-p 0.9 \
@@ -42,6 +43,17 @@ $(VENV)/.test: $(VENV)/.run
 $(VENV)/.lint: $(VENV)/.run
 	$(PIP) -e ".[lint,test]"
 	touch $@
+
+# Every kernel under AddressSanitizer and UndefinedBehaviorSanitizer, on every variant that this machine has.
+SANITIZED := build/sanitized
+SANITIZERS := $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)
+sanitize: $(VENV)/.run
+	$(PIP) cmake ninja nanobind
+	$(BIN)/cmake -G Ninja -S . -B $(SANITIZED) -DHUORN_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+		-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/cmake --build $(SANITIZED)
+	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+		$(BIN)/python tests/kernels/exercise.py $(SANITIZED)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,189 @@
+"""Calls every kernel of one variant with small odd shapes: what `make sanitize` runs under AddressSanitizer and UBSan.
+
+Not a test module: results are only looked at for being finite. `python tests/kernels/exercise.py FOLDER ISA ...`, FOLDER being
+where the sanitized _native module lies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+F8, BF16, F32 = 0, 1, 2
+TOKENS = (1, 3, 5, 16, 17, 40, 70)
+
+
+class Exercise:
+    """One variant; `alive` keeps what kernels point to."""
+
+    def __init__(self, native: Any, isa: str) -> None:
+        self.native = native
+        self.runtime = native.Runtime(2, isa)
+        self.alive: list[Tensor] = []
+
+    def keep(self, tensor: Tensor) -> int:
+        self.alive.append(tensor)
+        return tensor.data_ptr()
+
+    def vector(self, *shape: int) -> int:
+        return self.keep(torch.randn(*shape))
+
+    def weight(self, rows: int, cols: int, kind: int) -> tuple[int, int]:
+        """Addresses of a weight and its scales, in blocks of exactly their size."""
+        if kind == F8:
+            codes = torch.randint(0, 256, (rows, cols), dtype=torch.uint8)
+            codes[(codes & 0x7F) == 0x7F] = 3
+            return self.keep(codes), self.keep(torch.rand(-(-rows // 128), -(-cols // 128)) + 0.5)
+        return self.keep(torch.randn(rows, cols).to(torch.bfloat16 if kind == BF16 else torch.float32)), 0
+
+    def matrix(self, rows: int, cols: int, kind: int) -> Any:
+        return self.native.Matrix(*self.weight(rows, cols, kind), rows, cols, kind)
+
+    def linear(self, kind: int) -> None:
+        for rows, cols in ((1, 1), (33, 1), (97, 200), (64, 130), (130, 257), (256, 512)):
+            for tokens in TOKENS:
+                x, y = torch.randn(tokens, cols), torch.full((tokens, rows), torch.nan)
+                norm, columns = torch.ones(cols), min(tokens, 33)
+                self.runtime.linear(
+                    self.matrix(rows, cols, kind),
+                    norm.data_ptr(),
+                    1e-6,
+                    x.data_ptr(),
+                    tokens,
+                    columns,
+                    y.data_ptr(),
+                )
+                assert torch.isfinite(y).all()
+
+    def delta_net(self, kind: int) -> None:
+        dense = max(kind, BF16)
+        for hidden, key_heads, heads, dk, dv, kernel in (
+            (72, 2, 4, 24, 20, 4),
+            (33, 1, 3, 7, 33, 3),
+            (64, 2, 2, 16, 48, 2),
+        ):
+            channels = 2 * key_heads * dk + heads * dv
+            layer = self.native.DeltaNet(
+                qkv=self.matrix(channels, hidden, kind), z=self.matrix(heads * dv, hidden, kind),
+                b=self.matrix(heads, hidden, dense), a=self.matrix(heads, hidden, dense),
+                out=self.matrix(hidden, heads * dv, kind), norm_scale=self.vector(hidden),
+                taps=self.vector(kernel, channels), negative_rate=self.keep(-torch.rand(heads)),
+                dt_bias=self.vector(heads), gated_scale=self.vector(dv), eps=1e-6, hidden=hidden, key_heads=key_heads,
+                value_heads=heads, dk=dk, dv=dv, kernel=kernel,
+            )  # fmt: skip
+            for lengths in ([1], [40], [1, 2, 33]):
+                tokens, count = sum(lengths), len(lengths)
+                x = torch.randn(tokens, hidden)
+                conv, memory = (
+                    torch.randn(2, count, kernel - 1, channels),
+                    torch.randn(2, count, heads, dk, dv),
+                )
+                states = [[t.data_ptr() for t in half] for pair in (conv, memory) for half in pair]
+                self.runtime.delta_net(layer, x.data_ptr(), lengths, min(tokens, 16), *states)
+                assert torch.isfinite(x).all()
+
+    def attention(self, kind: int) -> None:
+        for hidden, heads, kv_heads, dim, turned in (
+            (72, 4, 2, 20, 10),
+            (33, 3, 1, 33, 16),
+            (64, 10, 2, 16, 16),
+        ):
+            layer = self.native.Attention(
+                q=self.matrix(2 * heads * dim, hidden, kind), k=self.matrix(kv_heads * dim, hidden, kind),
+                v=self.matrix(kv_heads * dim, hidden, kind), o=self.matrix(hidden, heads * dim, kind),
+                norm_scale=self.vector(hidden), q_scale=self.vector(dim), k_scale=self.vector(dim), eps=1e-6,
+                hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=dim, rotary_dim=turned,
+            )  # fmt: skip
+            for lengths, positions in (([1], [0]), ([1], [70]), ([67], [0]), ([1, 2, 30], [5, 0, 64])):
+                tokens, dtype = sum(lengths), torch.float32 if kind == F32 else torch.bfloat16
+                x, turn = torch.randn(tokens, hidden), torch.randn(tokens, turned // 2)
+                keys = [
+                    torch.randn(p + n, kv_heads, dim).to(dtype)
+                    for p, n in zip(positions, lengths, strict=True)
+                ]
+                values = [key.clone() for key in keys]
+                self.runtime.attention(
+                    layer, x.data_ptr(), lengths, min(tokens, 16), [t.data_ptr() for t in keys],
+                    [t.data_ptr() for t in values], positions, turn.data_ptr(), turn.data_ptr(),
+                )  # fmt: skip
+                assert torch.isfinite(x).all()
+
+    def moe(self, kind: int) -> None:
+        for hidden, experts, top_k, inter, shared in (
+            (72, 6, 2, 33, 20),
+            (64, 8, 8, 16, 128),
+            (130, 3, 1, 1, 5),
+        ):
+            dense = max(kind, BF16)
+            router = self.native.Router(
+                router=self.matrix(experts, hidden, dense), shared_gate=self.matrix(1, hidden, dense),
+                norm_scale=self.vector(hidden), eps=1e-6, hidden=hidden, experts=experts, top_k=top_k,
+            )  # fmt: skip
+            rows = []
+            for _ in range(experts):
+                weights = [
+                    self.weight(*shape, kind) for shape in ((inter, hidden), (inter, hidden), (hidden, inter))
+                ]
+                rows.append([data for data, _ in weights] + [scale for _, scale in weights])
+            layer = self.native.ExpertLayer(
+                experts=self.keep(torch.tensor(rows)), format=kind, hidden=hidden, inter=inter,
+                shared_gate=self.matrix(shared, hidden, kind), shared_up=self.matrix(shared, hidden, kind),
+                shared_down=self.matrix(hidden, shared, kind),
+            )  # fmt: skip
+            for tokens in TOKENS:
+                self._route_and_run(router, layer, hidden, experts, top_k, tokens)
+
+    def _route_and_run(
+        self, router: Any, layer: Any, hidden: int, experts: int, top_k: int, tokens: int
+    ) -> None:
+        x, normed, logits = (
+            torch.randn(tokens, hidden),
+            torch.empty(tokens, hidden),
+            torch.empty(tokens, experts),
+        )
+        ids, weights, gate = (
+            torch.empty(tokens, top_k, dtype=torch.int32),
+            torch.empty(tokens, top_k),
+            torch.empty(tokens),
+        )
+        columns = min(tokens, 16)
+        self.runtime.route(
+            router, x.data_ptr(), tokens, columns, logits.data_ptr(), normed.data_ptr(), ids.data_ptr(),
+            weights.data_ptr(), gate.data_ptr(),
+        )  # fmt: skip
+        from huorn.schedule.plan import Plan
+
+        for plan in (Plan.per_pair(ids.numpy()), Plan.bucketed(ids.numpy(), 17)):
+            pair_out, shared_out = torch.empty(tokens * top_k, hidden), torch.empty(tokens, hidden)
+            self.runtime.run_plan(
+                layer, normed.data_ptr(), tokens, top_k, plan.pairs.ctypes.data, plan.pairs.size, plan.chunks.ctypes.data,
+                len(plan.chunks), True, columns, pair_out.data_ptr(), shared_out.data_ptr(),
+            )  # fmt: skip
+            self.runtime.combine(
+                x.data_ptr(), pair_out.data_ptr(), weights.data_ptr(), shared_out.data_ptr(), gate.data_ptr(), tokens,
+                top_k, hidden,
+            )  # fmt: skip
+            assert torch.isfinite(x).all()
+
+
+def main(folder: str, isas: list[str]) -> None:
+    """Everything for each ISA that this machine has."""
+    sys.path.insert(0, folder)
+    native = importlib.import_module("_native")
+    torch.manual_seed(0)
+    for isa in isas or native.isas():
+        exercise = Exercise(native, isa)
+        for kind in (F8, BF16, F32):
+            exercise.linear(kind)
+            exercise.delta_net(kind)
+            exercise.attention(kind)
+            exercise.moe(kind)
+        print(f"{isa}: every kernel ran")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
