@@ -57,47 +57,6 @@ class Runtime {
     kernels_->embed(at<uint8_t>(table), static_cast<Format>(format), hidden, at<int64_t>(ids), tokens, at<float>(x));
   }
 
-  void delta_net(const DeltaNet& layer, Address x, const std::vector<int>& lengths, int columns, const Addresses& conv_in,
-                 const Addresses& conv_out, const Addresses& memory_in, const Addresses& memory_out) {
-    std::vector<LinearState> states;
-    for (size_t i = 0; i < lengths.size(); ++i)
-      states.push_back({at<float>(conv_in.at(i)), at<float>(conv_out.at(i)), at<float>(memory_in.at(i)), at<float>(memory_out.at(i))});
-    Batch batch = batch_of(x, lengths, columns);
-    nb::gil_scoped_release release;
-    kernels_->delta_net(*pool_, layer, batch, states.data());
-  }
-
-  void attention(const Attention& layer, Address x, const std::vector<int>& lengths, int columns, const Addresses& keys,
-                 const Addresses& values, const std::vector<int>& positions, Address cosine, Address sine) {
-    std::vector<KeyValueCache> caches;
-    for (size_t i = 0; i < lengths.size(); ++i)
-      caches.push_back({at<void>(keys.at(i)), at<void>(values.at(i)), positions.at(i)});
-    Batch batch = batch_of(x, lengths, columns);
-    nb::gil_scoped_release release;
-    kernels_->attention(*pool_, layer, batch, caches.data(), at<float>(cosine), at<float>(sine));
-  }
-
-  void route(const Router& router, Address x, int tokens, int columns, Address logits, Address normed, Address ids, Address weights,
-             Address gate) {
-    Batch batch{at<float>(x), tokens, 0, nullptr, columns};
-    nb::gil_scoped_release release;
-    kernels_->route(*pool_, router, batch, at<float>(logits), at<float>(normed), at<int32_t>(ids), at<float>(weights),
-                    at<float>(gate));
-  }
-
-  void run_plan(const ExpertLayer& layer, Address normed, int tokens, int top_k, Address pairs, int pair_count, Address chunks,
-                int chunk_count, bool with_shared, int columns, Address pair_out, Address shared_out) {
-    nb::gil_scoped_release release;
-    kernels_->run_plan(*pool_, layer, at<float>(normed), tokens, top_k, at<int32_t>(pairs), pair_count, at<Chunk>(chunks), chunk_count,
-                       with_shared, columns, at<float>(pair_out), at<float>(shared_out));
-  }
-
-  void combine(Address x, Address pair_out, Address weights, Address shared_out, Address gate, int tokens, int top_k, int hidden) {
-    nb::gil_scoped_release release;
-    kernels_->combine(*pool_, at<float>(x), at<float>(pair_out), at<float>(weights), at<float>(shared_out), at<float>(gate), tokens,
-                      top_k, hidden);
-  }
-
   double read_memory(Address data, size_t bytes) {
     nb::gil_scoped_release release;
     return kernels_->read_memory(*pool_, at<uint8_t>(data), bytes);
@@ -109,14 +68,101 @@ class Runtime {
   }
 
  private:
-  static Batch batch_of(Address x, const std::vector<int>& lengths, int columns) {
-    int tokens = 0;
-    for (int length : lengths) tokens += length;
-    return {at<float>(x), tokens, static_cast<int>(lengths.size()), lengths.data(), columns};
-  }
+  friend class Step;
 
   Pool* pool_;
   const Kernels* kernels_;
+};
+
+// One forward over some sequences: what its kernel calls share, so that Python hands over little per layer. Between two calls
+// the weights of a layer have pushed Python out of the caches, and every object it touches then costs a trip to RAM.
+class Step {
+ public:
+  Step(Runtime& runtime, Address x, std::vector<int> lengths, int columns, Address logits, Address normed, Address ids,
+       Address weights, Address gate, Address pair_out, Address shared_out)
+      : runtime_(runtime), lengths_(std::move(lengths)), logits_(at<float>(logits)), normed_(at<float>(normed)),
+        ids_(at<int32_t>(ids)), weights_(at<float>(weights)), gate_(at<float>(gate)), pair_out_(at<float>(pair_out)),
+        shared_out_(at<float>(shared_out)) {
+    int tokens = 0;
+    for (int length : lengths_) tokens += length;
+    batch_ = {at<float>(x), tokens, static_cast<int>(lengths_.size()), lengths_.data(), columns};
+  }
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+
+  // States of sequence s in linear layer n at [n * sequences + s].
+  void linear_states(const Addresses& conv_in, const Addresses& conv_out, const Addresses& memory_in, const Addresses& memory_out) {
+    linear_.clear();
+    for (size_t i = 0; i < conv_in.size(); ++i)
+      linear_.push_back({at<float>(conv_in[i]), at<float>(conv_out.at(i)), at<float>(memory_in.at(i)), at<float>(memory_out.at(i))});
+  }
+
+  // Caches of sequence s in full layer n at [n * sequences + s]; rotations of all tokens.
+  void caches(const Addresses& keys, const Addresses& values, const std::vector<int>& positions, Address cosine, Address sine) {
+    caches_.clear();
+    for (size_t i = 0; i < keys.size(); ++i)
+      caches_.push_back({at<void>(keys[i]), at<void>(values.at(i)), positions.at(i % lengths_.size())});
+    cosine_ = at<float>(cosine);
+    sine_ = at<float>(sine);
+  }
+
+  // A mixer, and behind it the router.
+  void delta_net(const DeltaNet& layer, const Router* router, int number) {
+    nb::gil_scoped_release release;
+    runtime_.kernels_->delta_net(*runtime_.pool_, layer, batch_, &linear_.at(static_cast<size_t>(number) * lengths_.size()));
+    if (router != nullptr) route(*router);
+  }
+
+  void attention(const Attention& layer, const Router* router, int number) {
+    nb::gil_scoped_release release;
+    runtime_.kernels_->attention(*runtime_.pool_, layer, batch_, &caches_.at(static_cast<size_t>(number) * lengths_.size()), cosine_,
+                                 sine_);
+    if (router != nullptr) route(*router);
+  }
+
+  void route(const Router& router) {
+    runtime_.kernels_->route(*runtime_.pool_, router, batch_, logits_, normed_, ids_, weights_, gate_);
+  }
+
+  void run_plan(const ExpertLayer& layer, Address pairs, int pair_count, Address chunks, int chunk_count, int top_k, bool with_shared) {
+    nb::gil_scoped_release release;
+    runtime_.kernels_->run_plan(*runtime_.pool_, layer, normed_, batch_.tokens, top_k, at<int32_t>(pairs), pair_count,
+                                at<Chunk>(chunks), chunk_count, with_shared, batch_.columns, pair_out_, shared_out_);
+  }
+
+  // The per-pair route and the sum: every pair alone, in the order of tokens and ranks.
+  void run_pairs(const ExpertLayer& layer, int top_k) {
+    nb::gil_scoped_release release;
+    int pairs = batch_.tokens * top_k;
+    while (static_cast<int>(order_.size()) < pairs) order_.push_back(static_cast<int32_t>(order_.size()));
+    chunks_.resize(static_cast<size_t>(pairs));
+    for (int i = 0; i < pairs; ++i) chunks_[static_cast<size_t>(i)] = {ids_[i], i, 1};
+    runtime_.kernels_->run_plan(*runtime_.pool_, layer, normed_, batch_.tokens, top_k, order_.data(), pairs, chunks_.data(), pairs,
+                                true, batch_.columns, pair_out_, shared_out_);
+    combine(top_k, layer.hidden);
+  }
+
+  void combine(int top_k, int hidden) {
+    runtime_.kernels_->combine(*runtime_.pool_, batch_.x, pair_out_, weights_, shared_out_, gate_, batch_.tokens, top_k, hidden);
+  }
+
+ private:
+  Runtime& runtime_;
+  std::vector<int> lengths_;
+  Batch batch_{};
+  std::vector<LinearState> linear_;
+  std::vector<KeyValueCache> caches_;
+  std::vector<int32_t> order_;
+  std::vector<Chunk> chunks_;
+  const float* cosine_ = nullptr;
+  const float* sine_ = nullptr;
+  float* logits_;
+  float* normed_;
+  int32_t* ids_;
+  float* weights_;
+  float* gate_;
+  float* pair_out_;
+  float* shared_out_;
 };
 
 std::vector<std::string> isas() {
@@ -188,16 +234,19 @@ NB_MODULE(_native, m) {
       .def("seconds", &Runtime::seconds, "Seconds spent in kernels so far.")
       .def("linear", &Runtime::linear, "matrix"_a, "norm_scale"_a, "eps"_a, "x"_a, "tokens"_a, "columns"_a, "y"_a)
       .def("embed", &Runtime::embed, "table"_a, "format"_a, "hidden"_a, "ids"_a, "tokens"_a, "x"_a)
-      .def("delta_net", &Runtime::delta_net, "layer"_a, "x"_a, "lengths"_a, "columns"_a, "conv_in"_a, "conv_out"_a, "memory_in"_a,
-           "memory_out"_a)
-      .def("attention", &Runtime::attention, "layer"_a, "x"_a, "lengths"_a, "columns"_a, "keys"_a, "values"_a, "positions"_a,
-           "cosine"_a, "sine"_a)
-      .def("route", &Runtime::route, "router"_a, "x"_a, "tokens"_a, "columns"_a, "logits"_a, "normed"_a, "ids"_a, "weights"_a,
-           "gate"_a)
-      .def("run_plan", &Runtime::run_plan, "layer"_a, "normed"_a, "tokens"_a, "top_k"_a, "pairs"_a, "pair_count"_a, "chunks"_a,
-           "chunk_count"_a, "with_shared"_a, "columns"_a, "pair_out"_a, "shared_out"_a)
-      .def("combine", &Runtime::combine, "x"_a, "pair_out"_a, "weights"_a, "shared_out"_a, "gate"_a, "tokens"_a, "top_k"_a,
-           "hidden"_a)
       .def("read_memory", &Runtime::read_memory, "data"_a, "bytes"_a)
       .def("multiply", &Runtime::multiply, "rounds"_a);
+
+  nb::class_<Step>(m, "Step")
+      .def(nb::init<Runtime&, Address, std::vector<int>, int, Address, Address, Address, Address, Address, Address, Address>(),
+           nb::keep_alive<1, 2>(), nb::kw_only(), "runtime"_a, "x"_a, "lengths"_a, "columns"_a, "logits"_a = 0,
+           "normed"_a = 0, "ids"_a = 0, "weights"_a = 0, "gate"_a = 0, "pair_out"_a = 0, "shared_out"_a = 0)
+      .def("linear_states", &Step::linear_states, "conv_in"_a, "conv_out"_a, "memory_in"_a, "memory_out"_a)
+      .def("caches", &Step::caches, "keys"_a, "values"_a, "positions"_a, "cosine"_a, "sine"_a)
+      .def("delta_net", &Step::delta_net, "layer"_a, "router"_a.none(), "number"_a)
+      .def("attention", &Step::attention, "layer"_a, "router"_a.none(), "number"_a)
+      .def("run_pairs", &Step::run_pairs, "layer"_a, "top_k"_a)
+      .def("run_plan", &Step::run_plan, "layer"_a, "pairs"_a, "pair_count"_a, "chunks"_a, "chunk_count"_a, "top_k"_a,
+           "with_shared"_a)
+      .def("combine", &Step::combine, "top_k"_a, "hidden"_a, nb::call_guard<nb::gil_scoped_release>());
 }

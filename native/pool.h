@@ -7,7 +7,7 @@
 namespace huorn {
 
 struct Counters {
-  int64_t weight_bytes;  // bytes of weights and their scales that products read
+  int64_t weight_bytes;  // bytes of weights that products read, without scales (1/4096 of them)
   int64_t state_bytes;   // bytes of KV cache and delta-rule memory that were read
 };
 

@@ -24,8 +24,11 @@ static inline size_t element_bytes(Format format) { return format == Format::F8 
 static inline size_t row_bytes(const Matrix& m) { return element_bytes(m.format) * static_cast<size_t>(m.cols); }
 static inline const uint8_t* row_at(const Matrix& m, int row) { return m.data + row_bytes(m) * static_cast<size_t>(row); }
 // Rows of one product: the unit of work of a thread. 32 rows of 2048 codes are 64 KB; where a page of 4 KB holds more than two
-// rows, as many as 16 pages hold, at most 128.
-static inline int unit_rows(const Matrix& m) { return larger(32, smaller(kRows, 16 * (4096 / larger(1, static_cast<int>(row_bytes(m)))))) / 32 * 32; }
+// rows, as many as 16 pages hold. 32, 64 or 128, so that a unit never crosses the 128 rows that share a scale.
+static inline int unit_rows(const Matrix& m) {
+  int rows = 16 * (4096 / larger(1, static_cast<int>(row_bytes(m))));
+  return rows >= 128 ? 128 : rows >= 64 ? 64 : 32;
+}
 static inline int rows_at(const Matrix& m, int row) { return smaller(unit_rows(m), m.rows - row); }
 static inline float scale_at(const Matrix& m, int row, int block) {
   if (m.scale == nullptr) return 1.0f;

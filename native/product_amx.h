@@ -217,7 +217,8 @@ static inline void tile_sums(const uint8_t* weights, const uint8_t* x, int steps
 // F8 and up to 64 columns: what counts is the stream from RAM. 16 rows at a time, so far apart that each of the 16 pages of 4 KB
 // they lie in is read in one ascending sequence, which is what the hardware follows; and one line ahead per row and block, which
 // opens the pages of the next unit. One core, one column, GB/s: 12.0 of 12.8 that a plain loop reads; 32 neighbouring rows at a
-// time 8.8, with no line ahead 6.4; two lines ahead per row instead of one 10.0; 256 or 512 inputs per visit 8.3; a second room to
+// time 8.8, with no line ahead 6.4; two lines ahead per row instead of one 10.0 (also with 16 columns: 9.3
+// instead of 11.2 on two cores); 256 or 512 inputs per visit 8.3; a second room to
 // fill while the tiles work on the first is slower than one from level-2 cache (21 against 25: loads of tiles wait for stores at
 // the same offset of a page).
 constexpr int kNarrow = 64;

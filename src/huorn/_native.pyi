@@ -88,66 +88,46 @@ class Runtime:
         self, matrix: Matrix, norm_scale: int, eps: float, x: int, tokens: int, columns: int, y: int
     ) -> None: ...
     def embed(self, table: int, format: int, hidden: int, ids: int, tokens: int, x: int) -> None: ...
-    def delta_net(
+    def read_memory(self, data: int, bytes: int) -> float: ...
+    def multiply(self, rounds: int) -> float: ...
+
+class Step:
+    def __init__(
         self,
-        layer: DeltaNet,
+        *,
+        runtime: Runtime,
         x: int,
         lengths: Sequence[int],
         columns: int,
+        logits: int = ...,
+        normed: int = ...,
+        ids: int = ...,
+        weights: int = ...,
+        gate: int = ...,
+        pair_out: int = ...,
+        shared_out: int = ...,
+    ) -> None: ...
+    def linear_states(
+        self,
         conv_in: Sequence[int],
         conv_out: Sequence[int],
         memory_in: Sequence[int],
         memory_out: Sequence[int],
     ) -> None: ...
-    def attention(
-        self,
-        layer: Attention,
-        x: int,
-        lengths: Sequence[int],
-        columns: int,
-        keys: Sequence[int],
-        values: Sequence[int],
-        positions: Sequence[int],
-        cosine: int,
-        sine: int,
+    def caches(
+        self, keys: Sequence[int], values: Sequence[int], positions: Sequence[int], cosine: int, sine: int
     ) -> None: ...
-    def route(
-        self,
-        router: Router,
-        x: int,
-        tokens: int,
-        columns: int,
-        logits: int,
-        normed: int,
-        ids: int,
-        weights: int,
-        gate: int,
-    ) -> None: ...
+    def delta_net(self, layer: DeltaNet, router: Router | None, number: int) -> None: ...
+    def attention(self, layer: Attention, router: Router | None, number: int) -> None: ...
+    def run_pairs(self, layer: ExpertLayer, top_k: int) -> None: ...
     def run_plan(
         self,
         layer: ExpertLayer,
-        normed: int,
-        tokens: int,
-        top_k: int,
         pairs: int,
         pair_count: int,
         chunks: int,
         chunk_count: int,
-        with_shared: bool,
-        columns: int,
-        pair_out: int,
-        shared_out: int,
-    ) -> None: ...
-    def combine(
-        self,
-        x: int,
-        pair_out: int,
-        weights: int,
-        shared_out: int,
-        gate: int,
-        tokens: int,
         top_k: int,
-        hidden: int,
+        with_shared: bool,
     ) -> None: ...
-    def read_memory(self, data: int, bytes: int) -> float: ...
-    def multiply(self, rounds: int) -> float: ...
+    def combine(self, top_k: int, hidden: int) -> None: ...

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from huorn.schedule.plan import Plan
+
 F8, BF16, F32 = 0, 1, 2
 TOKENS = (1, 3, 5, 16, 17, 40, 70)
 
@@ -42,6 +44,19 @@ class Exercise:
 
     def matrix(self, rows: int, cols: int, kind: int) -> Any:
         return self.native.Matrix(*self.weight(rows, cols, kind), rows, cols, kind)
+
+    def step(self, x: Tensor, lengths: list[int]) -> Any:
+        return self.native.Step(
+            runtime=self.runtime, x=x.data_ptr(), lengths=lengths, columns=min(sum(lengths), 16)
+        )
+
+    def mixer(self, hidden: int) -> Any:
+        """The smallest attention layer: the router runs behind a mixer."""
+        return self.native.Attention(
+            q=self.matrix(32, hidden, BF16), k=self.matrix(16, hidden, BF16), v=self.matrix(16, hidden, BF16),
+            o=self.matrix(hidden, 16, BF16), norm_scale=self.vector(hidden), q_scale=self.vector(16),
+            k_scale=self.vector(16), eps=1e-6, hidden=hidden, heads=1, kv_heads=1, head_dim=16, rotary_dim=16,
+        )  # fmt: skip
 
     def linear(self, kind: int) -> None:
         for rows, cols in ((1, 1), (33, 1), (97, 200), (64, 130), (130, 257), (256, 512)):
@@ -83,7 +98,9 @@ class Exercise:
                     torch.randn(2, count, heads, dk, dv),
                 )
                 states = [[t.data_ptr() for t in half] for pair in (conv, memory) for half in pair]
-                self.runtime.delta_net(layer, x.data_ptr(), lengths, min(tokens, 16), *states)
+                step = self.step(x, lengths)
+                step.linear_states(*states)
+                step.delta_net(layer, None, 0)
                 assert torch.isfinite(x).all()
 
     def attention(self, kind: int) -> None:
@@ -106,10 +123,15 @@ class Exercise:
                     for p, n in zip(positions, lengths, strict=True)
                 ]
                 values = [key.clone() for key in keys]
-                self.runtime.attention(
-                    layer, x.data_ptr(), lengths, min(tokens, 16), [t.data_ptr() for t in keys],
-                    [t.data_ptr() for t in values], positions, turn.data_ptr(), turn.data_ptr(),
-                )  # fmt: skip
+                step = self.step(x, lengths)
+                step.caches(
+                    [t.data_ptr() for t in keys],
+                    [t.data_ptr() for t in values],
+                    positions,
+                    turn.data_ptr(),
+                    turn.data_ptr(),
+                )
+                step.attention(layer, None, 0)
                 assert torch.isfinite(x).all()
 
     def moe(self, kind: int) -> None:
@@ -150,23 +172,26 @@ class Exercise:
             torch.empty(tokens, top_k),
             torch.empty(tokens),
         )
-        columns = min(tokens, 16)
-        self.runtime.route(
-            router, x.data_ptr(), tokens, columns, logits.data_ptr(), normed.data_ptr(), ids.data_ptr(),
-            weights.data_ptr(), gate.data_ptr(),
+        pair_out, shared_out = torch.empty(tokens * top_k, hidden), torch.empty(tokens, hidden)
+        step = self.native.Step(
+            runtime=self.runtime, x=x.data_ptr(), lengths=[tokens], columns=min(tokens, 16), logits=logits.data_ptr(),
+            normed=normed.data_ptr(), ids=ids.data_ptr(), weights=weights.data_ptr(), gate=gate.data_ptr(),
+            pair_out=pair_out.data_ptr(), shared_out=shared_out.data_ptr(),
         )  # fmt: skip
-        from huorn.schedule.plan import Plan
-
+        mixer = self.mixer(hidden)
+        caches = torch.randn(2, tokens, 1, 16).bfloat16()
+        turn = torch.zeros(tokens, 8)
+        step.caches([caches[0].data_ptr()], [caches[1].data_ptr()], [0], turn.data_ptr(), turn.data_ptr())
+        step.attention(mixer, router, 0)
+        step.run_pairs(layer, top_k)
         for plan in (Plan.per_pair(ids.numpy()), Plan.bucketed(ids.numpy(), 17)):
-            pair_out, shared_out = torch.empty(tokens * top_k, hidden), torch.empty(tokens, hidden)
-            self.runtime.run_plan(
-                layer, normed.data_ptr(), tokens, top_k, plan.pairs.ctypes.data, plan.pairs.size, plan.chunks.ctypes.data,
-                len(plan.chunks), True, columns, pair_out.data_ptr(), shared_out.data_ptr(),
-            )  # fmt: skip
-            self.runtime.combine(
-                x.data_ptr(), pair_out.data_ptr(), weights.data_ptr(), shared_out.data_ptr(), gate.data_ptr(), tokens,
-                top_k, hidden,
-            )  # fmt: skip
+            step.run_plan(
+                layer,
+                *plan.addresses,
+                top_k,
+                True,
+            )
+            step.combine(top_k, hidden)
             assert torch.isfinite(x).all()
 
 

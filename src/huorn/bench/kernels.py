@@ -154,6 +154,10 @@ class _Bench:
         )  # fmt: skip
         x, out = torch.randn(tokens, HIDDEN), torch.empty(tokens * (TOP_K + 1), HIDDEN)
         chunk = columns("cpu", self.runtime.isa, "expert")
+        step = _native.Step(
+            runtime=self.runtime, x=0, lengths=[tokens], columns=min(chunk, tokens), normed=x.data_ptr(),
+            pair_out=out.data_ptr(), shared_out=out[tokens * TOP_K :].data_ptr(),
+        )  # fmt: skip
 
         def call(table: Tensor = table) -> None:  # the layer points into the table
             for _ in range(16 if tokens == 1 else 1):
@@ -162,10 +166,12 @@ class _Bench:
                     dtype=np.int32,
                 )
                 plan = Plan.of(ids, chunk)
-                self.runtime.run_plan(
-                    layer, x.data_ptr(), tokens, TOP_K, plan.pairs.ctypes.data, plan.pairs.size, plan.chunks.ctypes.data,
-                    len(plan.chunks), True, min(chunk, tokens), out.data_ptr(), out[tokens * TOP_K :].data_ptr(),
-                )  # fmt: skip
+                step.run_plan(
+                    layer,
+                    *plan.addresses,
+                    TOP_K,
+                    True,
+                )
 
         if tokens == 1:
             return KernelCase(name, "GB/s", 16.0 * (TOP_K + 1) * EXPERT_BYTES, call)
@@ -180,8 +186,9 @@ class _Bench:
             "out": self.matrix(HIDDEN, HEADS * DV, F8),
         }  # fmt: skip
         ones, taps = torch.ones(HIDDEN), torch.full((4, channels), 0.25)
+        rate = -ones
         layer = _native.DeltaNet(
-            **weights, norm_scale=ones.data_ptr(), taps=taps.data_ptr(), negative_rate=(-ones).data_ptr(),
+            **weights, norm_scale=ones.data_ptr(), taps=taps.data_ptr(), negative_rate=rate.data_ptr(),
             dt_bias=ones.data_ptr(), gated_scale=ones.data_ptr(), eps=1e-6, hidden=HIDDEN, key_heads=KEY_HEADS,
             value_heads=HEADS, dk=DK, dv=DV, kernel=4,
         )  # fmt: skip
@@ -193,11 +200,13 @@ class _Bench:
         rate = -ones
         chunk = min(tokens, columns("cpu", self.runtime.isa, "dense"))
 
-        def call(alive: Sequence[Tensor] = (ones, taps, rate)) -> None:
-            self.runtime.delta_net(
-                layer, x.data_ptr(), [tokens], chunk, [conv[0].data_ptr()], [conv[1].data_ptr()],
-                [memory[0].data_ptr()], [memory[1].data_ptr()],
-            )  # fmt: skip
+        step = _native.Step(runtime=self.runtime, x=x.data_ptr(), lengths=[tokens], columns=chunk)
+        step.linear_states(
+            [conv[0].data_ptr()], [conv[1].data_ptr()], [memory[0].data_ptr()], [memory[1].data_ptr()]
+        )
+
+        def call(alive: Sequence[Tensor] = (ones, taps, rate, conv, memory, x)) -> None:
+            step.delta_net(layer, None, 0)
 
         macs = HIDDEN * (channels + 2 * HEADS * DV + 2 * HEADS)
         read = macs + 4 * HEADS * DK * DV
@@ -221,11 +230,13 @@ class _Bench:
         cache = torch.zeros(2, position + 1, kv_heads, dim, dtype=torch.bfloat16)
         x, turn = torch.randn(1, HIDDEN), torch.ones(32)
 
-        def call(alive: Sequence[Tensor] = (ones,)) -> None:
-            self.runtime.attention(
-                layer, x.data_ptr(), [1], 1, [cache[0].data_ptr()], [cache[1].data_ptr()], [position],
-                turn.data_ptr(), turn.data_ptr(),
-            )  # fmt: skip
+        step = _native.Step(runtime=self.runtime, x=x.data_ptr(), lengths=[1], columns=1)
+        step.caches(
+            [cache[0].data_ptr()], [cache[1].data_ptr()], [position], turn.data_ptr(), turn.data_ptr()
+        )
+
+        def call(alive: Sequence[Tensor] = (ones, cache, x, turn)) -> None:
+            step.attention(layer, None, 0)
 
         read = HIDDEN * dim * (3 * heads + 2 * kv_heads) + cache.nbytes
         return KernelCase(f"attention block, 1 token behind {position}", "GB/s", read, call)

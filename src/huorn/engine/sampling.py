@@ -94,7 +94,7 @@ class Sampler:
         Raises HuornError when the logits hold NaN or +inf, or nothing above -inf.
         """
         if self._plain:
-            token_id = int(torch.argmax(logits))  # the first of equal maxima, and a NaN before everything
+            token_id = int(logits.numpy().argmax())  # the first of equal maxima, and a NaN before everything
             _check_finite(float(logits[token_id]))
         else:
             scores = logits.to(torch.float64, copy=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from huorn import _native
@@ -17,7 +19,7 @@ from huorn.model.decoder import check_tokens
 from huorn.model.precision import Precision
 from huorn.model.rotary import Rotary
 from huorn.model.state import DecodeState
-from huorn.schedule.plan import Plan
+from huorn.schedule.plan import BUCKET_TOKENS, Plan
 from huorn.schedule.shapes import columns
 
 
@@ -59,12 +61,21 @@ class Buffers:
         self.pair_out = torch.empty(tokens * top_k, hidden)
         self.shared_out = torch.empty(tokens, hidden)
 
+    def step(self, runtime: _native.Runtime, lengths: Sequence[int], wide: int) -> _native.Step:
+        """A forward over sequences of these lengths in these buffers, at most `wide` columns per pass over a dense weight."""
+        return _native.Step(
+            runtime=runtime, x=self.x.data_ptr(), lengths=lengths, columns=wide, logits=self.router_logits.data_ptr(),
+            normed=self.normed.data_ptr(), ids=self.ids.data_ptr(), weights=self.weights.data_ptr(),
+            gate=self.gate.data_ptr(), pair_out=self.pair_out.data_ptr(), shared_out=self.shared_out.data_ptr(),
+        )  # fmt: skip
+
 
 @dataclass(eq=False)
 class CpuDecoder:
     """The whole model on the kernels. It holds no sequence; one forward at a time.
 
-    `alive` are the tensors that the layers point into.
+    `alive` are the tensors that the layers point into. With `quick_pairs` the plan of a few tokens on resident experts, which is
+    Plan.per_pair, is made in the kernel call: Python is out of the caches between two layers, and takes 35 us to make it.
     """
 
     config: ModelConfig
@@ -77,6 +88,7 @@ class CpuDecoder:
     lm_head: Operand
     rotary: Rotary
     alive: Sequence[object]
+    quick_pairs: bool = True
     _buffers: Buffers | None = field(default=None, init=False)
 
     def forward(self, token_ids: Tensor, state: DecodeState, all_logits: bool = False) -> Tensor:
@@ -91,93 +103,100 @@ class CpuDecoder:
     def forward_batch(self, sequences: Sequences, all_logits: bool = False) -> list[Tensor]:
         """`forward` for several sequences at once, each with its own state: weights are read once for all of them, and each
         gets the bits that it gets alone."""
-        for ids, state in zip(sequences.ids, sequences.states, strict=True):
-            check_tokens(ids, state, self.config)
-        all_ids = torch.cat(list(sequences.ids))
+        for token_ids, state in zip(sequences.ids, sequences.states, strict=True):
+            check_tokens(token_ids, state, self.config)
+        all_ids = sequences.ids[0] if len(sequences.ids) == 1 else torch.cat(list(sequences.ids))
         tokens, spares = all_ids.shape[0], [state.spare() for state in sequences.states]
-        buffers, wide = self._room(tokens), columns("cpu", self.runtime.isa, "dense")
-        wide = min(wide, tokens)
-        x = buffers.x.data_ptr()
+        buffers, wide = self._room(tokens), min(tokens, columns("cpu", self.runtime.isa, "dense"))
+        step = buffers.step(self.runtime, sequences.lengths, wide)
+        cosine, sine = self._point_to_states(step, sequences, spares)
 
         table = self.embedding
         self.runtime.embed(
-            table.data.data_ptr(), table.format, self.config.hidden_size, all_ids.data_ptr(), tokens, x
+            table.data.data_ptr(),
+            table.format,
+            self.config.hidden_size,
+            all_ids.data_ptr(),
+            tokens,
+            buffers.x.data_ptr(),
         )
-        self._layers(sequences, spares, buffers, tokens, wide)
+        ids, linear, full = buffers.ids[:tokens].numpy(), 0, 0
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer.mixer, _native.DeltaNet):
+                step.delta_net(layer.mixer, layer.router, linear)
+                linear += 1
+            else:
+                step.attention(layer.mixer, layer.router, full)
+                full += 1
+            self._run_experts(step, number, layer.experts, ids)
         logits = self._logits(sequences, buffers, all_logits, wide)
+        del cosine, sine  # until here the step points to them
         for length, state, (conv, recurrent) in zip(sequences.lengths, sequences.states, spares, strict=True):
             state.commit(length, zip(conv, recurrent, strict=True))
         return logits
 
-    def _layers(
+    def _point_to_states(
         self,
+        step: _native.Step,
         sequences: Sequences,
         spares: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]],
-        buffers: Buffers,
-        tokens: int,
-        wide: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Tells the step where each layer finds what sequences left behind, and puts what they leave; returns the rotations,
+        which must live as long as the step."""
+        states, positions = sequences.states, [state.position for state in sequences.states]
+        cosine, sine = self.rotary.table(positions, sequences.lengths)
+        step.linear_states(
+            _addresses([state.conv for state in states]), _addresses([conv for conv, _ in spares]),
+            _addresses([state.recurrent for state in states]), _addresses([recurrent for _, recurrent in spares]),
+        )  # fmt: skip
+        step.caches(
+            _addresses([[kv.keys for kv in state.kv] for state in states]),
+            _addresses([[kv.values for kv in state.kv] for state in states]),
+            positions, cosine.data_ptr(), sine.data_ptr(),
+        )  # fmt: skip
+        return cosine, sine
+
+    def _run_experts(
+        self, step: _native.Step, number: int, layer: _native.ExpertLayer, ids: NDArray[np.int32]
     ) -> None:
-        """All layers, in place on buffers.x."""
-        lengths, states = sequences.lengths, sequences.states
-        positions = [state.position for state in states]
-        cosine, sine = self.rotary.table(positions, lengths)
-        x, linear, full = buffers.x.data_ptr(), 0, 0
-        for number, layer in enumerate(self.layers):
-            if isinstance(layer.mixer, _native.DeltaNet):
-                self.runtime.delta_net(
-                    layer.mixer, x, lengths, wide,
-                    [state.conv[linear].data_ptr() for state in states],
-                    [conv[linear].data_ptr() for conv, _ in spares],
-                    [state.recurrent[linear].data_ptr() for state in states],
-                    [recurrent[linear].data_ptr() for _, recurrent in spares],
-                )  # fmt: skip
-                linear += 1
-            else:
-                self.runtime.attention(
-                    layer.mixer, x, lengths, wide,
-                    [state.kv[full].keys.data_ptr() for state in states],
-                    [state.kv[full].values.data_ptr() for state in states],
-                    positions, cosine.data_ptr(), sine.data_ptr(),
-                )  # fmt: skip
-                full += 1
-            self._moe(number, layer, buffers, tokens, wide)
+        """x += routed experts + gated shared expert. ids int32 [T, K] are the router's choice."""
+        if self.quick_pairs and self.experts.resident and len(ids) < BUCKET_TOKENS:
+            step.run_pairs(layer, ids.shape[1])
+            return
+        plan = self.plan(ids)
+        if not self.experts.resident:
+            self.experts.ready(number, plan.active.tolist())
+        step.run_plan(layer, *plan.addresses, ids.shape[1], True)
+        step.combine(ids.shape[1], self.config.hidden_size)
 
-    def _moe(self, number: int, layer: CpuLayer, buffers: Buffers, tokens: int, wide: int) -> None:
-        """x += routed experts + gated shared expert, in place on buffers.x."""
-        x, top_k = buffers.x.data_ptr(), self.config.num_experts_per_tok
-        self.runtime.route(
-            layer.router, x, tokens, wide, buffers.router_logits.data_ptr(), buffers.normed.data_ptr(),
-            buffers.ids.data_ptr(), buffers.weights.data_ptr(), buffers.gate.data_ptr(),
-        )  # fmt: skip
-        plan = self.plan(buffers.ids[:tokens].numpy())
-        self.experts.ready(number, plan.active.tolist())
-        self.runtime.run_plan(
-            layer.experts, buffers.normed.data_ptr(), tokens, top_k, plan.pairs.ctypes.data, plan.pairs.size,
-            plan.chunks.ctypes.data, len(plan.chunks), True, wide, buffers.pair_out.data_ptr(), buffers.shared_out.data_ptr(),
-        )  # fmt: skip
-        self.runtime.combine(
-            x, buffers.pair_out.data_ptr(), buffers.weights.data_ptr(), buffers.shared_out.data_ptr(),
-            buffers.gate.data_ptr(), tokens, top_k, self.config.hidden_size,
-        )  # fmt: skip
-
-    def plan(self, ids: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> Plan:
+    def plan(self, ids: NDArray[np.int32]) -> Plan:
         """The plan for the experts ids int32 [T, K] of one layer call."""
         return Plan.of(ids, columns("cpu", self.runtime.isa, "expert"))
 
     def _logits(self, sequences: Sequences, buffers: Buffers, all_logits: bool, wide: int) -> list[Tensor]:
         """f32 [1 or t, V] for each sequence."""
-        lengths, tokens = sequences.lengths, sum(sequences.lengths)
-        x, rows = buffers.x[:tokens], lengths
-        if not all_logits and len(lengths) < tokens:
-            x, rows = x[torch.tensor(lengths).cumsum(0) - 1], [1] * len(lengths)
-        out = torch.empty(x.shape[0], self.lm_head.data.shape[0])
+        lengths = sequences.lengths
+        x, count = buffers.x, sum(lengths)
+        if not all_logits and len(lengths) < count:
+            x, count, lengths = x[torch.tensor(lengths).cumsum(0) - 1], len(lengths), [1] * len(lengths)
+        out = torch.empty(count, self.config.vocab_size)
         self.runtime.linear(
-            self.lm_head.matrix(), self.norm_scale.data_ptr(), self.config.rms_norm_eps, x.data_ptr(), x.shape[0],
-            min(wide, x.shape[0]), out.data_ptr(),
+            self.head_matrix, self.norm_scale.data_ptr(), self.config.rms_norm_eps, x.data_ptr(), count, min(wide, count),
+            out.data_ptr(),
         )  # fmt: skip
-        return list(out.split(rows))
+        return [out] if len(lengths) == 1 else list(out.split(lengths))
+
+    @cached_property
+    def head_matrix(self) -> _native.Matrix:
+        """lm_head for a kernel call."""
+        return self.lm_head.matrix()
 
     def _room(self, tokens: int) -> Buffers:
         if self._buffers is None or self._buffers.tokens < tokens:
             self._buffers = Buffers(self.config, tokens)
         return self._buffers
+
+
+def _addresses(by_sequence: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Of tensors [sequence][layer], layer after layer."""
+    return [tensor.data_ptr() for layer in zip(*by_sequence, strict=True) for tensor in layer]

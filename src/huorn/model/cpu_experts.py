@@ -21,6 +21,11 @@ class ExpertTable(Protocol):
         """Of every expert (huorn.kernels.operand)."""
         ...
 
+    @property
+    def resident(self) -> bool:
+        """Whether every expert is always ready, so that nobody need ask."""
+        ...
+
     def addresses(self, layer: int) -> Tensor:
         """The table of a layer; its memory never moves."""
         ...
@@ -52,6 +57,8 @@ class _Rows:
 class ResidentTable:
     """All experts in RAM as they are stored (expanded with f32), read once."""
 
+    resident = True
+
     def __init__(self, checkpoint: Checkpoint, f32: bool, memory: HugePages) -> None:
         config = checkpoint.config
         self._rows = _Rows(config.num_hidden_layers, config.num_experts, f32)
@@ -70,6 +77,8 @@ class ResidentTable:
 
 class MappedTable:
     """Experts in the mapped files: the kernels read them as pages come in. For models larger than RAM; slow."""
+
+    resident = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.config

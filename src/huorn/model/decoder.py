@@ -77,7 +77,8 @@ def check_tokens(token_ids: Tensor, state: DecodeState, config: ModelConfig) -> 
     if tokens == 0:
         raise UsageError("there are no tokens to decode: give a prompt of at least one token")
     state.check_room(tokens)
-    lowest, highest = (int(bound) for bound in token_ids.aminmax())
+    few = token_ids.tolist() if tokens < 8 else [int(bound) for bound in token_ids.aminmax()]
+    lowest, highest = min(few), max(few)
     if lowest < 0 or highest >= config.vocab_size:
         wrong, last = lowest if lowest < 0 else highest, config.vocab_size - 1
         raise UsageError(f"token id {wrong} is not in the vocabulary: ids are 0 to {last}")

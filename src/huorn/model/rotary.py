@@ -42,13 +42,22 @@ class Rotary:
     def __init__(self, config: ModelConfig) -> None:
         exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
         self.frequencies = 1.0 / (config.rope_theta**exponents)  # f32 [rotary_dim / 2]
+        self._cosine = self._sine = torch.empty(0, len(exponents))
 
     def table(self, positions: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos and sin f32 [T, rotary_dim / 2] of several runs of positions, one behind the other. Computed in F64 from the
-        F32 angle and rounded, so that an entry does not depend on where in the table it stands."""
-        runs = [torch.arange(p, p + n, dtype=torch.float32) for p, n in zip(positions, lengths, strict=True)]
-        angles = (torch.cat(runs)[:, None] * self.frequencies).double()
-        return angles.cos().float(), angles.sin().float()
+        """cos and sin f32 [T, rotary_dim / 2] of several runs of positions, one behind the other.
+
+        Rows of one table over all positions so far, computed in F64 from the F32 angle and rounded, so that a row does not
+        depend on what else was asked for; it doubles when a position is behind its end."""
+        longest = max(p + n for p, n in zip(positions, lengths, strict=True))
+        if longest > len(self._cosine):
+            angles = torch.arange(2 * longest, dtype=torch.float32)[:, None] * self.frequencies
+            self._cosine, self._sine = angles.double().cos().float(), angles.double().sin().float()
+        if len(lengths) == 1:
+            rows = slice(positions[0], longest)
+            return self._cosine[rows], self._sine[rows]
+        runs = [slice(p, p + n) for p, n in zip(positions, lengths, strict=True)]
+        return torch.cat([self._cosine[run] for run in runs]), torch.cat([self._sine[run] for run in runs])
 
     def at(self, position: int, tokens: int) -> Rotation:
         """The rotation of positions position .. position + tokens - 1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,11 @@ class Plan:
             [active[owner], offsets[owner] + within, np.minimum(columns, counts[owner] - within)], axis=1
         )
         return cls(pairs, chunks.astype(np.int32))
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """(pairs, their number, chunks, their number) for a kernel call."""
+        return self.pairs.ctypes.data, self.pairs.size, self.chunks.ctypes.data, len(self.chunks)
 
     @property
     def active(self) -> NDArray[np.int32]:
