@@ -52,6 +52,28 @@ static inline int units_in(const Dense& d) {
   return blocks * ceil_div(d.tokens, d.columns);
 }
 
+// A thread's way through the units of a phase: runs of up to kRun neighbouring units, so that its stream from RAM goes on from one
+// to the next, shorter runs where there are few units. The next unit is always known, to be fetched ahead.
+constexpr int kRun = 8;
+
+struct Turns {
+  int total, run;
+  int at, end;  // the unit at hand, and the end of its run
+  int coming;   // the first unit of the next run
+};
+static inline Turns first_turn(Worker& worker, int phase, int total) {
+  int run = larger(1, smaller(kRun, total / (32 * worker.threads)));
+  int at = pool_claim(worker, phase) * run;
+  return {total, run, at, smaller(at + run, total), pool_claim(worker, phase) * run};
+}
+static inline int unit_after(const Turns& t) { return t.at + 1 < t.end ? t.at + 1 : t.coming; }
+static inline void next_turn(Worker& worker, int phase, Turns& t) {
+  if (++t.at < t.end) return;
+  t.at = t.coming;
+  t.end = smaller(t.at + t.run, t.total);
+  if (t.at < t.total) t.coming = pool_claim(worker, phase) * t.run;
+}
+
 static inline void put_rows(const float* from, int rows, int count, float* y, size_t stride, bool add_to) {
   for (int c = 0; c < count; ++c, from += kRows, y += stride)
     for (int r = 0; r < rows; r += 16) {
@@ -92,21 +114,17 @@ static void dense(Worker& worker, int phase, const Dense& d, uint8_t* scratch) {
   Packer packer{{scratch, scratch + packed}, reinterpret_cast<float*>(scratch + 2 * packed), {-1, -1}};
   float* out = packer.normed + round_up(static_cast<size_t>(d.cols) * d.columns, 16);
   uint8_t* room = reinterpret_cast<uint8_t*>(out + static_cast<size_t>(kRows) * d.columns);
-  int units = units_in(d);
-  int unit = pool_claim(worker, phase);
-  while (unit < units) {
-    int next = pool_claim(worker, phase);
-    Unit u = unit_of(d, unit);
+  for (Turns turn = first_turn(worker, phase, units_in(d)); turn.at < turn.total; next_turn(worker, phase, turn)) {
+    Unit u = unit_of(d, turn.at);
     const Output& o = d.outputs[u.output];
     Packed x = packed_chunk(d, u.chunk, o.weight->format, packer);
     Ahead ahead{nullptr, 0};
-    if (next < units) {
-      Unit after = unit_of(d, next);
+    if (unit_after(turn) < turn.total) {
+      Unit after = unit_of(d, unit_after(turn));
       ahead = block_rows(*d.outputs[after.output].weight, after.row);
     }
     product(worker, *o.weight, u.row, x, room, out, ahead);
     float* y = o.y + o.stride * static_cast<size_t>(u.chunk * d.columns) + u.row;
     put_rows(out, rows_at(*o.weight, u.row), x.count, y, o.stride, o.add);
-    unit = next;
   }
 }

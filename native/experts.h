@@ -126,10 +126,8 @@ static void gate_and_up(Worker& worker, const ExpertTask& task, uint8_t* scratch
   int* tokens = reinterpret_cast<int*>(room + round_up(product_bytes(most), 64));
   ExpertUnits units = units_of(task, {nullptr, nullptr, w.inter, w.hidden, w.format}, w.shared_gate);
   int ready = -1;
-  int unit = pool_claim(worker, 0);
-  while (unit < units.total) {
-    int next = pool_claim(worker, 0);
-    Unit u = expert_unit(units, unit);
+  for (Turns turn = first_turn(worker, 0, units.total); turn.at < turn.total; next_turn(worker, 0, turn)) {
+    Unit u = expert_unit(units, turn.at);
     Bucket b = bucket_of(task, u.chunk);
     if (ready != u.chunk) {
       for (int i = 0; i < b.count; ++i) tokens[i] = b.pairs != nullptr ? b.pairs[i] / task.top_k : b.first + i;
@@ -137,8 +135,8 @@ static void gate_and_up(Worker& worker, const ExpertTask& task, uint8_t* scratch
       ready = u.chunk;
     }
     Ahead ahead_gate{nullptr, 0}, ahead_up{nullptr, 0};
-    if (next < units.total) {
-      Unit after = expert_unit(units, next);
+    if (unit_after(turn) < turn.total) {
+      Unit after = expert_unit(units, unit_after(turn));
       Bucket coming = bucket_of(task, after.chunk);
       ahead_gate = block_rows(coming.gate, after.row);
       ahead_up = block_rows(coming.up, after.row);
@@ -151,7 +149,6 @@ static void gate_and_up(Worker& worker, const ExpertTask& task, uint8_t* scratch
       for (int r = 0; r < rows; r += 16)
         store_n(b.inner + static_cast<size_t>(c) * b.gate.rows + u.row + r,
                 mul(silu(load(gate + c * kRows + r)), load(up + c * kRows + r)), smaller(16, rows - r));
-    unit = next;
   }
 }
 
@@ -162,18 +159,17 @@ static void down(Worker& worker, const ExpertTask& task, uint8_t* scratch, int m
   float* out = reinterpret_cast<float*>(packed + round_up(packed_bytes(widest, most), 64));
   uint8_t* room = reinterpret_cast<uint8_t*>(out + static_cast<size_t>(kRows) * most);
   ExpertUnits units = units_of(task, {nullptr, nullptr, w.hidden, w.inter, w.format}, w.shared_down);
-  int ready = -1, unit = pool_claim(worker, 1);
-  while (unit < units.total) {
-    int next = pool_claim(worker, 1);
-    Unit u = expert_unit(units, unit);
+  int ready = -1;
+  for (Turns turn = first_turn(worker, 1, units.total); turn.at < turn.total; next_turn(worker, 1, turn)) {
+    Unit u = expert_unit(units, turn.at);
     Bucket b = bucket_of(task, u.chunk);
     if (ready != u.chunk) {
       pack(b.inner, static_cast<size_t>(b.down.cols), nullptr, b.count, b.down.cols, b.down.format, packed);
       ready = u.chunk;
     }
     Ahead ahead{nullptr, 0};
-    if (next < units.total) {
-      Unit after = expert_unit(units, next);
+    if (unit_after(turn) < turn.total) {
+      Unit after = expert_unit(units, unit_after(turn));
       ahead = block_rows(bucket_of(task, after.chunk).down, after.row);
     }
     product(worker, b.down, u.row, Packed{packed, b.down.cols, b.count, b.down.format}, room, out, ahead);
@@ -183,7 +179,6 @@ static void down(Worker& worker, const ExpertTask& task, uint8_t* scratch, int m
                                     : task.shared_out + hidden * static_cast<size_t>(b.first + c);
       put_rows(out + c * kRows, rows_at(b.down, u.row), 1, y + u.row, 0, false);
     }
-    unit = next;
   }
 }
 

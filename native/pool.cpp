@@ -16,9 +16,10 @@
 namespace huorn {
 namespace {
 
-// About 100 us on a Xeon whose pause takes 140 cycles: longer than Python needs between two calls (10 to 50 us), far shorter than
-// a time slice, so a waiting thread does not take the core from whoever else computes. Waking a sleeping one takes 50 to 100 us.
-constexpr int kSpins = 2000;
+// How long a thread spins before it sleeps: longer than Python needs between two calls (10 to 50 us), far shorter than a time
+// slice, so a waiting thread does not take the core from whoever else computes. Waking a sleeping one takes 50 to 100 us. By the
+// clock, not by a count: a pause takes 140 cycles on one CPU and 10 on the next.
+constexpr auto kSpin = std::chrono::microseconds(100);
 
 void relax() {
 #if defined(__x86_64__)
@@ -28,10 +29,13 @@ void relax() {
 
 // Waits until value differs from `old`: spins a little, then sleeps.
 void wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
-  for (int spin = 0; spin < kSpins; ++spin) {
-    if (value.load(std::memory_order_acquire) != old) return;
-    relax();
-  }
+  auto end = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (value.load(std::memory_order_acquire) != old) return;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < end);
   while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 

@@ -25,13 +25,19 @@ class HugePages:
         self._used = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """The next nbytes, uint8, 64-byte aligned. MemoryError when they are not there."""
-        start, self._used = self._used, self._used + padded(nbytes)
+        """The next nbytes, uint8, aligned as `padded` says. MemoryError when they are not there."""
+        start = -(-self._used // _alignment(nbytes)) * _alignment(nbytes)
+        self._used = start + nbytes
         if self._used > self._room.numel():
             raise MemoryError(f"{nbytes} bytes behind {start} of {self._room.numel()}")
         return self._room[start : start + nbytes]
 
 
 def padded(nbytes: int) -> int:
-    """What a tensor of nbytes takes in a HugePages block."""
-    return -(-nbytes // 64) * 64
+    """The most that a tensor of nbytes takes in a HugePages block, with what its alignment skips."""
+    return nbytes + _alignment(nbytes) - 1
+
+
+def _alignment(nbytes: int) -> int:
+    """Small tensors to a cache line, others to a page of 4 KiB: the kernels read rows so that each page is one sequence."""
+    return 64 if nbytes < 1 << 14 else 1 << 12
