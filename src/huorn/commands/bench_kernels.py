@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from huorn.bench.kernels import KernelSpeed
@@ -24,14 +25,15 @@ def bench_kernels(threads: int | None, repeats: int, json_path: Path | None) -> 
     speeds: list[KernelSpeed] = []
     for speed in measure(threads, repeats):
         if speeds and speeds[-1].isa != speed.isa:
-            _show([one for one in speeds if one.isa == speeds[-1].isa], threads)
+            show([one for one in speeds if one.isa == speeds[-1].isa], threads)
         speeds.append(speed)
-    _show([one for one in speeds if one.isa == speeds[-1].isa], threads)
+    show([one for one in speeds if one.isa == speeds[-1].isa], threads)
     kernels = [{**asdict(speed), "fraction": speed.fraction} for speed in speeds]
     write_json(json_path, {"threads": threads, "repeats": repeats, "kernels": kernels})
 
 
-def _show(speeds: list[KernelSpeed], threads: int) -> None:
+def show(speeds: list[KernelSpeed], threads: int) -> None:
+    """Print the table of one instruction set."""
     limits = {speed.unit: speed.limit for speed in speeds}
     title = f"{speeds[0].isa}, {threads} threads; limits: " + ", ".join(
         f"{limit:.1f} {unit}" for unit, limit in limits.items()
@@ -40,5 +42,5 @@ def _show(speeds: list[KernelSpeed], threads: int) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for speed in speeds:
-        table.add_row(speed.name, f"{speed.speed:.1f}", speed.unit, f"{100 * speed.fraction:.0f} %")
+        table.add_row(escape(speed.name), f"{speed.speed:.1f}", speed.unit, f"{100 * speed.fraction:.0f} %")
     Console(width=100).print(table)
