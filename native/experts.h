@@ -220,25 +220,23 @@ struct CombineTask {
 };
 
 // x += sum over ranks of weight * output, in rank order, then the gated shared expert: nothing of the plan can show in it.
-static void combine_token(const CombineTask& task, int token) {
-  size_t hidden = static_cast<size_t>(task.hidden);
-  const float* weight = task.weights + static_cast<size_t>(token) * task.top_k;
-  const float* out = task.pair_out + hidden * static_cast<size_t>(token) * task.top_k;
-  const float* shared = task.shared_out + hidden * static_cast<size_t>(token);
-  float* x = task.x + hidden * static_cast<size_t>(token);
-  for (int i = 0; i < task.hidden; i += 16) {
-    int some = smaller(16, task.hidden - i);
-    Lanes total = mul(splat(weight[0]), load_n(out + i, some));
-    for (int rank = 1; rank < task.top_k; ++rank)
-      total = fma(splat(weight[rank]), load_n(out + hidden * static_cast<size_t>(rank) + i, some), total);
-    total = fma(splat(task.gate[token]), load_n(shared + i, some), total);
-    store_n(x + i, add(load_n(x + i, some), total), some);
-  }
-}
-
 static void combine_task(Worker& worker, const void* context) {
   const CombineTask& task = *static_cast<const CombineTask*>(context);
-  for (int token = pool_claim(worker, 0); token < task.tokens; token = pool_claim(worker, 0)) combine_token(task, token);
+  size_t hidden = static_cast<size_t>(task.hidden);
+  for (int token = pool_claim(worker, 0); token < task.tokens; token = pool_claim(worker, 0)) {
+    const float* weight = task.weights + static_cast<size_t>(token) * task.top_k;
+    const float* out = task.pair_out + hidden * static_cast<size_t>(token) * task.top_k;
+    const float* shared = task.shared_out + hidden * static_cast<size_t>(token);
+    float* x = task.x + hidden * static_cast<size_t>(token);
+    for (int i = 0; i < task.hidden; i += 16) {
+      int some = smaller(16, task.hidden - i);
+      Lanes total = mul(splat(weight[0]), load_n(out + i, some));
+      for (int rank = 1; rank < task.top_k; ++rank)
+        total = fma(splat(weight[rank]), load_n(out + hidden * static_cast<size_t>(rank) + i, some), total);
+      total = fma(splat(task.gate[token]), load_n(shared + i, some), total);
+      store_n(x + i, add(load_n(x + i, some), total), some);
+    }
+  }
 }
 
 static void combine(Pool& pool, float* x, const float* pair_out, const float* weights, const float* shared_out, const float* gate,

@@ -2,11 +2,6 @@
 // order of the tile instruction, the same for 1 and for 16 columns.
 #pragma once
 
-static inline Lanes load_f8(const uint8_t* p) {  // for F32 operands only, which never meet F8
-  (void)p;
-  return splat(nanf(""));
-}
-
 #include "product.h"
 
 #include "expand_f8.h"
@@ -217,10 +212,9 @@ static inline void tile_sums(const uint8_t* weights, const uint8_t* x, int steps
 // F8 and up to 64 columns: what counts is the stream from RAM. 16 rows at a time, so far apart that each of the 16 pages of 4 KB
 // they lie in is read in one ascending sequence, which is what the hardware follows; and one line ahead per row and block, which
 // opens the pages of the next unit. One core, one column, GB/s: 12.0 of 12.8 that a plain loop reads; 32 neighbouring rows at a
-// time 8.8, with no line ahead 6.4; two lines ahead per row instead of one 10.0 (also with 16 columns: 9.3
-// instead of 11.2 on two cores); 256 or 512 inputs per visit 8.3; a second room to
-// fill while the tiles work on the first is slower than one from level-2 cache (21 against 25: loads of tiles wait for stores at
-// the same offset of a page).
+// time 8.8, with no line ahead 6.4; two lines ahead per row instead of one 10.0 (with 16 columns on two cores 9.3 instead of 11.2);
+// 256 or 512 inputs per visit 8.3; a second room to fill while the tiles work on the first is slower than one from level-2 cache
+// (21 against 25: loads of tiles wait for stores at the same offset of a page).
 constexpr int kNarrow = 64;
 
 template <int kGroups>

@@ -1,11 +1,6 @@
 // AVX-512 with BF16 and VBMI: vdpbf16ps, pairs of inputs in 16 lanes.
 #pragma once
 
-static inline Lanes load_f8(const uint8_t* p) {  // for F32 operands only, which never meet F8
-  (void)p;
-  return splat(nanf(""));
-}
-
 #include "product.h"
 
 #include "expand_f8.h"

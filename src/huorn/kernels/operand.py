@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from huorn import _native
 from huorn.checkpoint.weight import Weight
+from huorn.errors import CheckpointError
 
 F8, BF16, F32 = 0, 1, 2  # enum Format in native/shapes.h
 _FORMATS = {torch.float8_e4m3fn: F8, torch.bfloat16: BF16, torch.float32: F32}
@@ -20,6 +22,7 @@ class Operand:
 
     data: Tensor
     scale: Tensor | None
+    name: str  # where it comes from, for errors
 
     @classmethod
     def of(cls, weight: Weight, f32: bool) -> Operand:
@@ -28,10 +31,10 @@ class Operand:
         A scale is F32 whatever it is stored in: BF16 to F32 is exact.
         """
         if f32:
-            return cls(weight.expand(), None)
+            return cls(weight.expand(), None, weight.name)
         data = weight.data.bfloat16() if weight.data.dtype == torch.float32 else weight.data
         scale = None if weight.scale_inv is None else weight.scale_inv.float().contiguous()
-        return cls(data, scale)
+        return cls(data, scale, weight.name)
 
     @property
     def format(self) -> int:
@@ -47,3 +50,17 @@ class Operand:
         """For a kernel call; valid as long as this operand is."""
         rows, cols = self.data.shape
         return _native.Matrix(*self.addresses, rows, cols, self.format)
+
+
+def common_format(operands: Sequence[Operand], wanted: int | None = None) -> int:
+    """The format of weights that one kernel call takes together; CheckpointError, naming the first that is stored otherwise than
+    `wanted` (by default as the first of them)."""
+    wanted = operands[0].format if wanted is None else wanted
+    for operand in operands:
+        if operand.format != wanted:
+            names = {code: str(dtype).removeprefix("torch.") for dtype, code in _FORMATS.items()}
+            raise CheckpointError(
+                f"{operand.name} is stored as {names[operand.format]} and others of its kind as {names[wanted]}; the native "
+                "kernels take experts of one dtype: use --backend reference"
+            )
+    return wanted

@@ -65,7 +65,7 @@ def measure_ram_read(available_bytes: int, threads: int) -> ReadSpeed | None:
     """
     if available_bytes < 1 << 30:
         return None
-    with mmap.mmap(-1, RAM_PROBE_BYTES) as memory, ThreadPoolExecutor(threads) as pool:
+    with _private_memory(RAM_PROBE_BYTES) as memory, ThreadPoolExecutor(threads) as pool:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         slices = np.array_split(np.frombuffer(memory, np.int64), threads)
@@ -78,6 +78,11 @@ def measure_ram_read(available_bytes: int, threads: int) -> ReadSpeed | None:
             passes.append(time.perf_counter() - start)
         del slices  # the mapping closes only when no array refers to it
     return ReadSpeed(RAM_PROBE_BYTES / min(passes), f"rough: NumPy sum, {threads} threads")
+
+
+def _private_memory(nbytes: int) -> mmap.mmap:
+    """Python's default is shared memory, which gets no huge pages."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def largest_file(place: Path) -> Path | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from huorn.checkpoint.reader import Checkpoint, ExpertWeights
 from huorn.kernels.huge_pages import HugePages
-from huorn.kernels.operand import Operand
+from huorn.kernels.operand import Operand, common_format
 
 
 class ExpertTable(Protocol):
@@ -41,13 +41,13 @@ class _Rows:
     def __init__(self, layers: int, experts: int, f32: bool) -> None:
         self.table = torch.zeros(layers, experts, 6, dtype=torch.int64)
         self.f32 = f32
-        self.format = -1
+        self.format: int | None = None  # of the first expert, and so of all
         self._alive: list[Operand] = []
 
     def fill(self, layer: int, expert: int, weights: ExpertWeights) -> None:
         operands = [Operand.of(weight, self.f32) for weight in (weights.gate, weights.up, weights.down)]
+        self.format = common_format(operands, self.format)
         self._alive += operands
-        self.format = operands[0].format
         addresses = [operand.addresses for operand in operands]
         self.table[layer, expert] = torch.tensor(
             [data for data, _ in addresses] + [scale for _, scale in addresses]
@@ -65,6 +65,7 @@ class ResidentTable:
         for layer in range(config.num_hidden_layers):
             for expert in range(config.num_experts):
                 self._rows.fill(layer, expert, checkpoint.read_expert(layer, expert, memory.take))
+        assert self._rows.format is not None
         self.format = self._rows.format
 
     def addresses(self, layer: int) -> Tensor:
@@ -86,6 +87,7 @@ class MappedTable:
         self._rows = _Rows(config.num_hidden_layers, config.num_experts, f32=False)
         self._known = torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.bool)
         self.ready(0, [0])
+        assert self._rows.format is not None
         self.format = self._rows.format
 
     def addresses(self, layer: int) -> Tensor:

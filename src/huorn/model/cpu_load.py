@@ -11,7 +11,7 @@ from huorn.checkpoint.reader import Checkpoint
 from huorn.checkpoint.tensor_check import kind_of
 from huorn.errors import UsageError
 from huorn.kernels.huge_pages import HugePages, padded
-from huorn.kernels.operand import Operand
+from huorn.kernels.operand import Operand, common_format
 from huorn.model.cpu_decoder import CpuDecoder, CpuLayer
 from huorn.model.cpu_experts import ExpertTable, MappedTable, ResidentTable
 from huorn.model.load import expanded_bytes
@@ -148,14 +148,17 @@ class _Loader:
             experts=config.num_experts,
             top_k=config.num_experts_per_tok,
         )
+        names = ("gate_proj", "up_proj", "down_proj")
+        shared = [self._operand(f"{prefix}shared_expert.{name}.weight") for name in names]
+        common_format(shared)
         experts = _native.ExpertLayer(
             experts=table.addresses(number).data_ptr(),
             format=table.format,
             hidden=config.hidden_size,
             inter=config.moe_intermediate_size,
-            shared_gate=self._matrix(prefix + "shared_expert.gate_proj.weight"),
-            shared_up=self._matrix(prefix + "shared_expert.up_proj.weight"),
-            shared_down=self._matrix(prefix + "shared_expert.down_proj.weight"),
+            shared_gate=shared[0].matrix(),
+            shared_up=shared[1].matrix(),
+            shared_down=shared[2].matrix(),
         )
         return CpuLayer(mixer, router, experts)
 
