@@ -5,165 +5,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <stdexcept>
-#include <tuple>
-
-#include "isa.h"
+#include "step.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace huorn {
 namespace {
-
-using Address = uintptr_t;
-using Addresses = std::vector<Address>;
-
-template <typename T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-class Runtime {
- public:
-  Runtime(int threads, const std::string& isa) : pool_(nullptr), kernels_(nullptr) {
-    for (const Kernels* one : available_kernels())
-      if (isa == one->name) kernels_ = one;
-    if (kernels_ == nullptr) throw std::invalid_argument("this CPU has no " + isa);
-    if (threads < 1) throw std::invalid_argument("threads must be 1 or more");
-    pool_ = pool_create(threads);
-  }
-  ~Runtime() {
-    if (pool_ != nullptr) pool_destroy(pool_);
-  }
-  Runtime(const Runtime&) = delete;
-  Runtime& operator=(const Runtime&) = delete;
-
-  std::string isa() const { return kernels_->name; }
-  int threads() const { return pool_threads(*pool_); }
-  std::tuple<int64_t, int64_t> counters() const {
-    Counters c = pool_counters(*pool_);
-    return {c.weight_bytes, c.state_bytes};
-  }
-
-  double seconds() const { return pool_seconds(*pool_); }
-
-  void linear(const Matrix& m, Address norm_scale, float eps, Address x, int tokens, int columns, Address y) {
-    nb::gil_scoped_release release;
-    kernels_->linear(*pool_, m, at<float>(norm_scale), eps, at<float>(x), tokens, columns, at<float>(y));
-  }
-
-  void embed(Address table, int format, int hidden, Address ids, int tokens, Address x) {
-    kernels_->embed(at<uint8_t>(table), static_cast<Format>(format), hidden, at<int64_t>(ids), tokens, at<float>(x));
-  }
-
-  double read_memory(Address data, size_t bytes) {
-    nb::gil_scoped_release release;
-    return kernels_->read_memory(*pool_, at<uint8_t>(data), bytes);
-  }
-
-  double multiply(int rounds) {
-    nb::gil_scoped_release release;
-    return kernels_->multiply(*pool_, rounds);
-  }
-
- private:
-  friend class Step;
-
-  Pool* pool_;
-  const Kernels* kernels_;
-};
-
-// One forward over some sequences: what its kernel calls share, so that Python hands over little per layer. Between two calls
-// the weights of a layer have pushed Python out of the caches, and every object it touches then costs a trip to RAM.
-class Step {
- public:
-  Step(Runtime& runtime, Address x, std::vector<int> lengths, int columns, Address logits, Address normed, Address ids,
-       Address weights, Address gate, Address pair_out, Address shared_out)
-      : runtime_(runtime), lengths_(std::move(lengths)), logits_(at<float>(logits)), normed_(at<float>(normed)),
-        ids_(at<int32_t>(ids)), weights_(at<float>(weights)), gate_(at<float>(gate)), pair_out_(at<float>(pair_out)),
-        shared_out_(at<float>(shared_out)) {
-    int tokens = 0;
-    for (int length : lengths_) tokens += length;
-    batch_ = {at<float>(x), tokens, static_cast<int>(lengths_.size()), lengths_.data(), columns};
-  }
-  Step(const Step&) = delete;
-  Step& operator=(const Step&) = delete;
-
-  // States of sequence s in linear layer n at [n * sequences + s].
-  void linear_states(const Addresses& conv_in, const Addresses& conv_out, const Addresses& memory_in, const Addresses& memory_out) {
-    linear_.clear();
-    for (size_t i = 0; i < conv_in.size(); ++i)
-      linear_.push_back({at<float>(conv_in[i]), at<float>(conv_out.at(i)), at<float>(memory_in.at(i)), at<float>(memory_out.at(i))});
-  }
-
-  // Caches of sequence s in full layer n at [n * sequences + s]; rotations of all tokens.
-  void caches(const Addresses& keys, const Addresses& values, const std::vector<int>& positions, Address cosine, Address sine) {
-    caches_.clear();
-    for (size_t i = 0; i < keys.size(); ++i)
-      caches_.push_back({at<void>(keys[i]), at<void>(values.at(i)), positions.at(i % lengths_.size())});
-    cosine_ = at<float>(cosine);
-    sine_ = at<float>(sine);
-  }
-
-  // A mixer, and behind it the router.
-  void delta_net(const DeltaNet& layer, const Router* router, int number) {
-    nb::gil_scoped_release release;
-    runtime_.kernels_->delta_net(*runtime_.pool_, layer, batch_, &linear_.at(static_cast<size_t>(number) * lengths_.size()));
-    if (router != nullptr) route(*router);
-  }
-
-  void attention(const Attention& layer, const Router* router, int number) {
-    nb::gil_scoped_release release;
-    runtime_.kernels_->attention(*runtime_.pool_, layer, batch_, &caches_.at(static_cast<size_t>(number) * lengths_.size()), cosine_,
-                                 sine_);
-    if (router != nullptr) route(*router);
-  }
-
-  void route(const Router& router) {
-    runtime_.kernels_->route(*runtime_.pool_, router, batch_, logits_, normed_, ids_, weights_, gate_);
-  }
-
-  void run_plan(const ExpertLayer& layer, Address pairs, int pair_count, Address chunks, int chunk_count, int top_k, bool with_shared) {
-    nb::gil_scoped_release release;
-    runtime_.kernels_->run_plan(*runtime_.pool_, layer, normed_, batch_.tokens, top_k, at<int32_t>(pairs), pair_count,
-                                at<Chunk>(chunks), chunk_count, with_shared, batch_.columns, pair_out_, shared_out_);
-  }
-
-  // The per-pair route and the sum: every pair alone, in the order of tokens and ranks.
-  void run_pairs(const ExpertLayer& layer, int top_k) {
-    nb::gil_scoped_release release;
-    int pairs = batch_.tokens * top_k;
-    while (static_cast<int>(order_.size()) < pairs) order_.push_back(static_cast<int32_t>(order_.size()));
-    chunks_.resize(static_cast<size_t>(pairs));
-    for (int i = 0; i < pairs; ++i) chunks_[static_cast<size_t>(i)] = {ids_[i], i, 1};
-    runtime_.kernels_->run_plan(*runtime_.pool_, layer, normed_, batch_.tokens, top_k, order_.data(), pairs, chunks_.data(), pairs,
-                                true, batch_.columns, pair_out_, shared_out_);
-    combine(top_k, layer.hidden);
-  }
-
-  void combine(int top_k, int hidden) {
-    runtime_.kernels_->combine(*runtime_.pool_, batch_.x, pair_out_, weights_, shared_out_, gate_, batch_.tokens, top_k, hidden);
-  }
-
- private:
-  Runtime& runtime_;
-  std::vector<int> lengths_;
-  Batch batch_{};
-  std::vector<LinearState> linear_;
-  std::vector<KeyValueCache> caches_;
-  std::vector<int32_t> order_;
-  std::vector<Chunk> chunks_;
-  const float* cosine_ = nullptr;
-  const float* sine_ = nullptr;
-  float* logits_;
-  float* normed_;
-  int32_t* ids_;
-  float* weights_;
-  float* gate_;
-  float* pair_out_;
-  float* shared_out_;
-};
 
 std::vector<std::string> isas() {
   std::vector<std::string> names;
@@ -226,6 +74,11 @@ NB_MODULE(_native, m) {
            },
            nb::kw_only(), "experts"_a, "format"_a, "hidden"_a, "inter"_a, "shared_gate"_a, "shared_up"_a, "shared_down"_a);
 
+  nb::class_<Layers>(m, "Layers")
+      .def(nb::init<>())
+      .def("add", &Layers::add_delta_net, "mixer"_a, "router"_a, "experts"_a)
+      .def("add", &Layers::add_attention, "mixer"_a, "router"_a, "experts"_a);
+
   nb::class_<Runtime>(m, "Runtime")
       .def(nb::init<int, const std::string&>(), "threads"_a, "isa"_a)
       .def_prop_ro("isa", &Runtime::isa)
@@ -245,7 +98,7 @@ NB_MODULE(_native, m) {
       .def("caches", &Step::caches, "keys"_a, "values"_a, "positions"_a, "cosine"_a, "sine"_a)
       .def("delta_net", &Step::delta_net, "layer"_a, "router"_a.none(), "number"_a)
       .def("attention", &Step::attention, "layer"_a, "router"_a.none(), "number"_a)
-      .def("run_pairs", &Step::run_pairs, "layer"_a, "top_k"_a)
+      .def("run", &Step::run, "layers"_a, "first"_a)
       .def("run_plan", &Step::run_plan, "layer"_a, "pairs"_a, "pair_count"_a, "chunks"_a, "chunk_count"_a, "top_k"_a,
            "with_shared"_a)
       .def("combine", &Step::combine, "top_k"_a, "hidden"_a, nb::call_guard<nb::gil_scoped_release>());

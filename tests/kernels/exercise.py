@@ -183,7 +183,9 @@ class Exercise:
         turn = torch.zeros(tokens, 8)
         step.caches([caches[0].data_ptr()], [caches[1].data_ptr()], [0], turn.data_ptr(), turn.data_ptr())
         step.attention(mixer, router, 0)
-        step.run_pairs(layer, top_k)
+        layers = self.native.Layers()
+        layers.add(mixer, router, layer)
+        assert step.run(layers, 0) == 1
         for plan in (Plan.per_pair(ids.numpy()), Plan.bucketed(ids.numpy(), 17)):
             step.run_plan(
                 layer,

@@ -74,8 +74,8 @@ class Buffers:
 class CpuDecoder:
     """The whole model on the kernels. It holds no sequence; one forward at a time.
 
-    `alive` are the tensors that the layers point into. With `quick_pairs` the plan of a few tokens on resident experts, which is
-    Plan.per_pair, is made in the kernel call: Python is out of the caches between two layers, and takes 35 us to make it.
+    `alive` are the tensors that the layers point into. With `quick_pairs` a few tokens on resident experts go through all layers
+    in one kernel call, which makes their plans (Plan.per_pair) itself.
     """
 
     config: ModelConfig
@@ -109,7 +109,7 @@ class CpuDecoder:
         tokens, spares = all_ids.shape[0], [state.spare() for state in sequences.states]
         buffers, wide = self._room(tokens), min(tokens, columns("cpu", self.runtime.isa, "dense"))
         step = buffers.step(self.runtime, sequences.lengths, wide)
-        cosine, sine = self._point_to_states(step, sequences, spares)
+        rotations = self._point_to_states(step, sequences, spares)
 
         table = self.embedding
         self.runtime.embed(
@@ -120,17 +120,12 @@ class CpuDecoder:
             tokens,
             buffers.x.data_ptr(),
         )
-        ids, linear, full = buffers.ids[:tokens].numpy(), 0, 0
-        for number, layer in enumerate(self.layers):
-            if isinstance(layer.mixer, _native.DeltaNet):
-                step.delta_net(layer.mixer, layer.router, linear)
-                linear += 1
-            else:
-                step.attention(layer.mixer, layer.router, full)
-                full += 1
-            self._run_experts(step, number, layer.experts, ids)
+        if self.quick_pairs and self.experts.resident and tokens < BUCKET_TOKENS:
+            step.run(self.native_layers, 0)
+        else:
+            self._run_layers(step, buffers.ids[:tokens].numpy())
         logits = self._logits(sequences, buffers, all_logits, wide)
-        del cosine, sine  # until here the step points to them
+        del rotations  # until here the step points to them
         for length, state, (conv, recurrent) in zip(sequences.lengths, sequences.states, spares, strict=True):
             state.commit(length, zip(conv, recurrent, strict=True))
         return logits
@@ -140,11 +135,11 @@ class CpuDecoder:
         step: _native.Step,
         sequences: Sequences,
         spares: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]],
-    ) -> tuple[Tensor, Tensor]:
-        """Tells the step where each layer finds what sequences left behind, and puts what they leave; returns the rotations,
-        which must live as long as the step."""
+    ) -> object:
+        """Tells the step where each layer finds what sequences left behind, and puts what they leave; returns what must live
+        as long as the step."""
         states, positions = sequences.states, [state.position for state in sequences.states]
-        cosine, sine = self.rotary.table(positions, sequences.lengths)
+        cosine, sine, alive = self.rotary.table(positions, sequences.lengths)
         step.linear_states(
             _addresses([state.conv for state in states]), _addresses([conv for conv, _ in spares]),
             _addresses([state.recurrent for state in states]), _addresses([recurrent for _, recurrent in spares]),
@@ -152,22 +147,25 @@ class CpuDecoder:
         step.caches(
             _addresses([[kv.keys for kv in state.kv] for state in states]),
             _addresses([[kv.values for kv in state.kv] for state in states]),
-            positions, cosine.data_ptr(), sine.data_ptr(),
+            positions, cosine, sine,
         )  # fmt: skip
-        return cosine, sine
+        return alive
 
-    def _run_experts(
-        self, step: _native.Step, number: int, layer: _native.ExpertLayer, ids: NDArray[np.int32]
-    ) -> None:
-        """x += routed experts + gated shared expert. ids int32 [T, K] are the router's choice."""
-        if self.quick_pairs and self.experts.resident and len(ids) < BUCKET_TOKENS:
-            step.run_pairs(layer, ids.shape[1])
-            return
-        plan = self.plan(ids)
-        if not self.experts.resident:
-            self.experts.ready(number, plan.active.tolist())
-        step.run_plan(layer, *plan.addresses, ids.shape[1], True)
-        step.combine(ids.shape[1], self.config.hidden_size)
+    def _run_layers(self, step: _native.Step, ids: NDArray[np.int32]) -> None:
+        """All layers, each with a plan for what its router chose, which it leaves in ids int32 [T, K]."""
+        linear = full = 0
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer.mixer, _native.DeltaNet):
+                step.delta_net(layer.mixer, layer.router, linear)
+                linear += 1
+            else:
+                step.attention(layer.mixer, layer.router, full)
+                full += 1
+            plan = self.plan(ids)
+            if not self.experts.resident:
+                self.experts.ready(number, plan.active.tolist())
+            step.run_plan(layer.experts, *plan.addresses, ids.shape[1], True)
+            step.combine(ids.shape[1], self.config.hidden_size)
 
     def plan(self, ids: NDArray[np.int32]) -> Plan:
         """The plan for the experts ids int32 [T, K] of one layer call."""
@@ -185,6 +183,14 @@ class CpuDecoder:
             out.data_ptr(),
         )  # fmt: skip
         return [out] if len(lengths) == 1 else list(out.split(lengths))
+
+    @cached_property
+    def native_layers(self) -> _native.Layers:
+        """All layers for one kernel call."""
+        layers = _native.Layers()
+        for layer in self.layers:
+            layers.add(layer.mixer, layer.router, layer.experts)
+        return layers
 
     @cached_property
     def head_matrix(self) -> _native.Matrix:

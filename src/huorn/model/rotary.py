@@ -44,8 +44,9 @@ class Rotary:
         self.frequencies = 1.0 / (config.rope_theta**exponents)  # f32 [rotary_dim / 2]
         self._cosine = self._sine = torch.empty(0, len(exponents))
 
-    def table(self, positions: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos and sin f32 [T, rotary_dim / 2] of several runs of positions, one behind the other.
+    def table(self, positions: Sequence[int], lengths: Sequence[int]) -> tuple[int, int, object]:
+        """Addresses of cos and sin f32 [T, rotary_dim / 2] of several runs of positions, one behind the other, and what must be
+        kept as long as they are used.
 
         Rows of one table over all positions so far, computed in F64 from the F32 angle and rounded, so that a row does not
         depend on what else was asked for; it doubles when a position is behind its end."""
@@ -53,11 +54,12 @@ class Rotary:
         if longest > len(self._cosine):
             angles = torch.arange(2 * longest, dtype=torch.float32)[:, None] * self.frequencies
             self._cosine, self._sine = angles.double().cos().float(), angles.double().sin().float()
-        if len(lengths) == 1:
-            rows = slice(positions[0], longest)
-            return self._cosine[rows], self._sine[rows]
-        runs = [slice(p, p + n) for p, n in zip(positions, lengths, strict=True)]
-        return torch.cat([self._cosine[run] for run in runs]), torch.cat([self._sine[run] for run in runs])
+        cosine, sine, skipped = self._cosine, self._sine, 4 * self._cosine.shape[1] * positions[0]
+        if len(lengths) > 1:
+            runs = [slice(p, p + n) for p, n in zip(positions, lengths, strict=True)]
+            cosine, sine = (torch.cat([table[run] for run in runs]) for table in (cosine, sine))
+            skipped = 0
+        return cosine.data_ptr() + skipped, sine.data_ptr() + skipped, (cosine, sine)
 
     def at(self, position: int, tokens: int) -> Rotation:
         """The rotation of positions position .. position + tokens - 1."""
