@@ -91,9 +91,9 @@ NB_MODULE(_native, m) {
       .def("multiply", &Runtime::multiply, "rounds"_a);
 
   nb::class_<Step>(m, "Step")
-      .def(nb::init<Runtime&, Address, std::vector<int>, int, Address, Address, Address, Address, Address, Address, Address>(),
+      .def(nb::init<Runtime&, Address, std::vector<int>, int, Address, Address, Address, Address, Address, Address, Address, Address>(),
            nb::keep_alive<1, 2>(), nb::kw_only(), "runtime"_a, "x"_a, "lengths"_a, "columns"_a, "logits"_a = 0,
-           "normed"_a = 0, "ids"_a = 0, "weights"_a = 0, "gate"_a = 0, "pair_out"_a = 0, "shared_out"_a = 0)
+           "normed"_a = 0, "ids"_a = 0, "weights"_a = 0, "gate"_a = 0, "pair_out"_a = 0, "shared_out"_a = 0, "routed"_a = 0)
       .def("linear_states", &Step::linear_states, "conv_in"_a, "conv_out"_a, "memory_in"_a, "memory_out"_a)
       .def("caches", &Step::caches, "keys"_a, "values"_a, "positions"_a, "cosine"_a, "sine"_a)
       .def("delta_net", &Step::delta_net, "layer"_a, "router"_a.none(), "number"_a)

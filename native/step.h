@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -98,10 +99,10 @@ struct Layers {
 class Step {
  public:
   Step(Runtime& runtime, Address x, std::vector<int> lengths, int columns, Address logits, Address normed, Address ids,
-       Address weights, Address gate, Address pair_out, Address shared_out)
+       Address weights, Address gate, Address pair_out, Address shared_out, Address routed)
       : runtime_(runtime), lengths_(std::move(lengths)), logits_(at<float>(logits)), normed_(at<float>(normed)),
         ids_(at<int32_t>(ids)), weights_(at<float>(weights)), gate_(at<float>(gate)), pair_out_(at<float>(pair_out)),
-        shared_out_(at<float>(shared_out)) {
+        shared_out_(at<float>(shared_out)), routed_(at<int32_t>(routed)) {
     int tokens = 0;
     for (int length : lengths_) tokens += length;
     batch_ = {at<float>(x), tokens, static_cast<int>(lengths_.size()), lengths_.data(), columns};
@@ -149,7 +150,7 @@ class Step {
                                 at<Chunk>(chunks), chunk_count, with_shared, batch_.columns, pair_out_, shared_out_);
   }
 
-  // Layers from number `first` on, each token's pairs one by one (no packing), as long as all experts that a router chose are
+  // Layers from number `first` on, what each router chose written to routed [layers, tokens, top_k], each token's pairs one by one (no packing), as long as all experts that a router chose are
   // ready. The number of the first layer where one is not, its mixer and router done, or how many layers there are. One call for
   // the whole model: between two calls its weights have pushed Python out of the caches, and 40 us per layer were lost to that.
   int run(const Layers& layers, int first) {
@@ -164,6 +165,10 @@ class Step {
         runtime_.kernels_->attention(*runtime_.pool_, layer.attention, batch_, &caches_.at(state), cosine_, sine_);
       }
       route(layer.router);
+      if (routed_ != nullptr) {
+        size_t chosen = static_cast<size_t>(batch_.tokens) * static_cast<size_t>(layer.router.top_k);
+        std::copy_n(ids_, chosen, routed_ + chosen * static_cast<size_t>(number));
+      }
       if (!ready(layer)) return number;
       run_pairs(layer.experts, layer.router.top_k);
     }
@@ -208,6 +213,7 @@ class Step {
   float* gate_;
   float* pair_out_;
   float* shared_out_;
+  int32_t* routed_;
 };
 
 }  // namespace huorn

@@ -15,9 +15,10 @@ ALLOWED = {
     "kernels": {"_native", "checkpoint"},
     "model": {"_native", "checkpoint", "kernels", "schedule"},
     "machine": set[str](),
-    "memory": {"checkpoint", "machine", "model"},
+    "experts": {"_native", "checkpoint", "kernels"},
+    "memory": {"checkpoint", "machine", "model", "schedule"},
     "synth": {"checkpoint", "machine", "memory"},
-    "engine": {"checkpoint", "machine", "memory", "model"},
+    "engine": {"_native", "checkpoint", "experts", "kernels", "machine", "memory", "model", "schedule"},
     "doctor": {"checkpoint", "machine", "memory", "model", "synth"},
     "bench": {"_native", "checkpoint", "engine", "kernels", "machine", "memory", "model", "schedule"},
 }

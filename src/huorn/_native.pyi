@@ -110,6 +110,7 @@ class Step:
         gate: int = ...,
         pair_out: int = ...,
         shared_out: int = ...,
+        routed: int = ...,
     ) -> None: ...
     def linear_states(
         self,

@@ -62,10 +62,14 @@ def run(
     threads: opt.Threads = None,
     precision: opt.PrecisionChoice = "bf16",
     backend: opt.BackendChoice = "cpu",
+    memory: opt.Memory = None,
+    slots: opt.Slots = None,
+    policy: opt.Policy = None,
+    warm: opt.Warm = None,
     json: opt.Json = None,
 ) -> None:
     """Continue a prompt: the text goes to stdout as it is generated, a line with speed and memory to stderr."""
-    from huorn.commands.model_choice import ModelChoice
+    from huorn.commands.model_choice import ModelChoice, residency
     from huorn.commands.run import run as command
     from huorn.engine.sampling import SamplingSettings
 
@@ -74,7 +78,7 @@ def run(
     )
     command(
         prompt,
-        ModelChoice(model, context, threads, precision, backend),
+        ModelChoice(model, context, threads, precision, backend, residency(memory, slots, policy, warm)),
         sampling,
         max_tokens,
         stop or [],
@@ -104,11 +108,15 @@ def chat(
     threads: opt.Threads = None,
     precision: opt.PrecisionChoice = "bf16",
     backend: opt.BackendChoice = "cpu",
+    memory: opt.Memory = None,
+    slots: opt.Slots = None,
+    policy: opt.Policy = None,
+    warm: opt.Warm = None,
     json: opt.Json = None,
 ) -> None:
     """Talk with a model, line by line. /reset forgets, /save FILE writes, /quit ends; Ctrl-C stops an answer."""
     from huorn.commands.chat import chat as command
-    from huorn.commands.model_choice import ModelChoice
+    from huorn.commands.model_choice import ModelChoice, residency
     from huorn.engine.conversation import AnswerSettings
     from huorn.engine.sampling import SamplingSettings
 
@@ -116,7 +124,13 @@ def chat(
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, _seed(seed)
     )
     settings = AnswerSettings(sampling, max_tokens, tuple(stop or ()), think)
-    command(ModelChoice(model, context, threads, precision, backend), settings, system, load, json)
+    command(
+        ModelChoice(model, context, threads, precision, backend, residency(memory, slots, policy, warm)),
+        settings,
+        system,
+        load,
+        json,
+    )
 
 
 @app.command()
@@ -167,19 +181,33 @@ def bench_decode(
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate, exactly.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed runs, after one to warm up.")] = 5,
     sequences: Annotated[int, typer.Option(help="Sequences that decode together.")] = 1,
+    yardstick: Annotated[
+        bool, typer.Option(help="Also measure what RAM gives, in 4 GiB of its own on top of --memory.")
+    ] = True,
     context: opt.ContextTokens = None,
     threads: opt.Threads = None,
     precision: opt.PrecisionChoice = "bf16",
     backend: opt.BackendChoice = "cpu",
+    memory: opt.Memory = None,
+    slots: opt.Slots = None,
+    policy: opt.Policy = None,
+    warm: opt.Warm = None,
+    mapped: opt.Mapped = None,
     json: opt.Json = None,
 ) -> None:
     """Measure prefill and decode speed, and what decoding reads from RAM beside what RAM gives."""
     from huorn.bench.decode import Request
     from huorn.commands.bench_decode import bench_decode as command
-    from huorn.commands.model_choice import ModelChoice
+    from huorn.commands.model_choice import ModelChoice, residency
 
-    request = Request(prompt_tokens, max_tokens, repeats, sequences)
-    command(ModelChoice(model, context, threads, precision, backend), request, json)
+    request = Request(prompt_tokens, max_tokens, repeats, sequences, yardstick)
+    command(
+        ModelChoice(
+            model, context, threads, precision, backend, residency(memory, slots, policy, warm, mapped)
+        ),
+        request,
+        json,
+    )
 
 
 @bench_app.command("kernels")

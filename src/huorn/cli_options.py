@@ -49,6 +49,28 @@ PrecisionChoice = Annotated[
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to this file.")
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Stay under this size (12GiB): hot experts in RAM, others read from disk."
+    ),
+]
+Slots = Annotated[
+    float | None,
+    typer.Option(help="Experts in RAM: a share of all up to 1 (0.25), or how many. Default: what fits."),
+]
+Policy = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Which expert makes room for another; see docs/benchmarks.md."),
+]
+Warm = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Load the experts that were most used last time; saved when it ends."),
+]
+Mapped = Annotated[
+    Literal["plain", "random", "ahead", "huge"] | None,
+    typer.Option(help="Leave experts to the page cache instead, with this advice to it, to compare with."),
+]
 BackendChoice = Annotated[
     Literal["cpu", "reference"],
     typer.Option("--backend", help="cpu: native kernels. reference: plain PyTorch, slow, to compare with."),

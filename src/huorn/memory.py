@@ -12,12 +12,10 @@ from huorn.checkpoint.config import ModelConfig
 from huorn.checkpoint.names import SCALE_SUFFIX
 from huorn.checkpoint.reader import Checkpoint
 from huorn.checkpoint.tensor_check import kind_of
-from huorn.machine.limits import available_bytes
-from huorn.model.backend import Backend
-from huorn.model.cpu_load import stored_bytes
-from huorn.model.load import EXPAND_LIMIT_BYTES, expanded_bytes
+from huorn.model.cpu_decoder import work_bytes
 from huorn.model.precision import Precision
 from huorn.model.state import state_bytes
+from huorn.schedule.shapes import PREFILL_CHUNK
 
 # First match wins; what no pattern matches is a router, a shared expert's gate or a norm.
 _GROUPS = {
@@ -29,7 +27,11 @@ _GROUPS = {
     "routed experts": ".mlp.experts.",
 }
 _REST = "routers and norms"
-_PROGRAM = "Python and PyTorch"
+_PROGRAM = "Python, PyTorch, tokenizer"
+_HEAP_BYTES = (
+    96 << 20
+)  # what nobody counts: pages of the heap neither used nor given back, stacks, the interpreter's growth
+STATE_COPIES = 3  # of one request: the one at hand, the one being written, and where a chat comes back to
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class MemoryBudget:
     """What one model with one request takes."""
 
     lines: tuple[MemoryLine, ...]
+
+    def and_line(self, name: str, count: int) -> MemoryBudget:
+        """With `count` bytes more in RAM."""
+        return MemoryBudget((*self.lines, MemoryLine(name, count, True)))
 
     @property
     def resident_bytes(self) -> int:
@@ -65,44 +71,27 @@ class MemoryBudget:
     def rows(self) -> list[tuple[str, str, str]]:
         """(what, size, where) in print order, the sum of what is resident last."""
         table = [
-            (line.name, format_bytes(line.bytes), "in RAM" if line.resident else "mapped, read when used")
+            (line.name, format_bytes(line.bytes), "in RAM" if line.resident else "on disk, read when used")
             for line in self.lines
         ]
         return [*table, ("resident in all", format_bytes(self.resident_bytes), "in RAM")]
 
 
 def checkpoint_budget(
-    checkpoint: Checkpoint,
-    context: int,
-    precision: Precision,
-    backend: Backend = "cpu",
-    expand_limit_bytes: int = EXPAND_LIMIT_BYTES,
+    checkpoint: Checkpoint, context: int, precision: Precision, resident: bool, threads: int = 1
 ) -> MemoryBudget:
-    """Budget of an open checkpoint, from its headers alone: no tensor is read.
+    """Budget of an open checkpoint on the native kernels, from its headers alone: no tensor is read.
 
-    The native kernels hold weights as stored (in F32 precision all expanded), and the experts too where all fits into what is
-    free now, as in Session.open. The reference backend holds a model within `expand_limit_bytes` in F32, as in load_decoder.
+    They hold weights as stored, in F32 precision all expanded; the routed experts are `resident` or on disk.
     """
     text = {name: info for name, info in checkpoint.infos.items() if kind_of(name) == "text"}
-    if backend == "reference":
-        expanded = resident = expanded_bytes(checkpoint) <= expand_limit_bytes
-    else:
-        expanded = precision is Precision.F32
-        resident = expanded or sum(stored_bytes(checkpoint)) <= room_for_weights(
-            checkpoint.config, context, precision
-        )
-    if expanded:
+    if precision is Precision.F32:
         sizes = {n: 4 * prod(info.shape) for n, info in text.items() if not n.endswith(SCALE_SUFFIX)}
     else:
         sizes = {n: info.nbytes for n, info in text.items()}
     return memory_budget(
-        sizes, checkpoint.config, context, precision, resident_set_bytes(), experts_resident=resident
+        sizes, checkpoint.config, context, precision, resident_set_bytes(), threads, experts_resident=resident
     )
-
-
-def room_for_weights(config: ModelConfig, context: int, precision: Precision) -> int:
-    """Bytes that weights may take: nine tenths of what is available now, less the state of one request."""
-    return available_bytes() * 9 // 10 - sum(state_bytes(config, context, precision))
 
 
 def memory_budget(
@@ -111,11 +100,15 @@ def memory_budget(
     context: int,
     precision: Precision,
     program_bytes: int,
+    threads: int = 1,
     experts_resident: bool = False,
 ) -> MemoryBudget:
     """Budget from the bytes that each text tensor takes (name, with or without prefix -> bytes)."""
     groups = dict.fromkeys([*_GROUPS, _REST], 0)
+    scales = 0
     for name, nbytes in sizes.items():
+        if not experts_resident and ".mlp.experts." in name and name.endswith(SCALE_SUFFIX):
+            scales += 2 * nbytes  # kept in F32, stored in BF16 or F32
         groups[next((group for group, part in _GROUPS.items() if part in name), _REST)] += nbytes
     kv, recurrent = state_bytes(config, context, precision)
     weights = [
@@ -123,9 +116,15 @@ def memory_budget(
         for group, nbytes in groups.items()
         if nbytes
     ]
+    if scales:
+        weights.append(MemoryLine("scales of routed experts", scales, True))
     state = [
         MemoryLine(f"keys and values of {context:,} tokens", kv, True),
-        MemoryLine("delta-net state", recurrent, True),
+        MemoryLine(f"delta-net state, {STATE_COPIES} copies", STATE_COPIES * recurrent, True),
+        MemoryLine("heap and threads", _HEAP_BYTES, True),
+        MemoryLine(
+            f"work on {PREFILL_CHUNK} tokens at once", work_bytes(config, PREFILL_CHUNK, threads), True
+        ),
     ]
     return MemoryBudget((MemoryLine(_PROGRAM, program_bytes, True), *weights, *state))
 

@@ -15,6 +15,7 @@ from huorn.engine.tokenizer import encode
 from huorn.errors import UsageError
 from huorn.model.precision import Precision
 from huorn.model.state import DecodeState
+from huorn.schedule import shapes
 
 PROMPT = "def quicksort(items):"
 
@@ -150,7 +151,7 @@ def test_bad_requests(session: Session, ids: list[int], max_tokens: int, message
 def test_chunks_cover_the_prompt_and_stop_at_the_cut() -> None:
     from huorn.engine.generate import _chunks
 
-    assert prefix.PREFILL_CHUNK == 512
+    assert shapes.PREFILL_CHUNK == 512
     assert list(_chunks(0, None, 1100)) == [(0, 512), (512, 1024), (1024, 1100)]
     assert list(_chunks(10, 600, 700)) == [(10, 522), (522, 600), (600, 700)]
     assert list(_chunks(600, 600, 700)) == [(600, 700)]

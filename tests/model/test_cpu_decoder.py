@@ -37,7 +37,6 @@ from huorn.synth.synthesize import synthesize
 BOUNDARIES = (1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 300)
 FASTEST = available()[-1]
 CONTEXT = 320
-PLENTY = 1 << 34
 
 
 def draws(isa: str) -> int:
@@ -135,7 +134,7 @@ class Model:
     def of(
         cls, folder: Path, isa: str, lengths: Sequence[int], precision: Precision = Precision.BF16
     ) -> Model:
-        one = load_cpu_decoder(Checkpoint.open(folder), precision, _native.Runtime(1, isa), PLENTY)
+        one = load_cpu_decoder(Checkpoint.open(folder), precision, _native.Runtime(1, isa))
         two = replace(one, runtime=_native.Runtime(2, isa))
         chains = []
         for seed, length in enumerate(lengths):

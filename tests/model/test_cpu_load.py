@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,12 +15,11 @@ from huorn.assets import EMBEDDED_MODEL
 from huorn.checkpoint.reader import Checkpoint
 from huorn.errors import CheckpointError
 from huorn.kernels import isa
+from huorn.model.cpu_experts import MappedTable
 from huorn.model.cpu_load import load_cpu_decoder
 from huorn.model.load import load_decoder
 from huorn.model.precision import Precision
 from huorn.model.state import DecodeState
-
-PLENTY = 1 << 34
 
 
 def with_bf16(part: str, folder: Path) -> tuple[Path, str]:
@@ -47,7 +47,7 @@ def runtime() -> _native.Runtime:
 def test_a_weight_of_another_dtype_is_refused_by_name(part: str, tmp_path: Path) -> None:
     folder, name = with_bf16(part, tmp_path / "mixed")
     with pytest.raises(CheckpointError, match="use --backend reference") as refused:
-        load_cpu_decoder(Checkpoint.open(folder), Precision.BF16, runtime(), PLENTY)
+        load_cpu_decoder(Checkpoint.open(folder), Precision.BF16, runtime())
     assert name in str(refused.value)
     assert "bfloat16" in str(refused.value)
     reference = load_decoder(Checkpoint.open(folder), Precision.BF16)
@@ -57,17 +57,17 @@ def test_a_weight_of_another_dtype_is_refused_by_name(part: str, tmp_path: Path)
 
 def test_a_mapped_expert_of_another_dtype_is_refused_when_it_is_routed_to(tmp_path: Path) -> None:
     folder, name = with_bf16("layers.3.mlp.experts.5.up_proj.weight", tmp_path / "mixed")
-    decoder = load_cpu_decoder(Checkpoint.open(folder), Precision.BF16, runtime(), available_bytes=0)
-    decoder.experts.ready(3, [4])
+    table = MappedTable(Checkpoint.open(folder))
+    assert list(table.waves(3, np.array([[4]], dtype=np.int32))) == [[4]]
     with pytest.raises(CheckpointError) as refused:
-        decoder.experts.ready(3, [5])
+        list(table.waves(3, np.array([[5]], dtype=np.int32)))
     assert name in str(refused.value)
 
 
 def test_in_f32_every_weight_is_of_one_dtype(tmp_path: Path) -> None:
     folder, _ = with_bf16("layers.3.mlp.experts.5.up_proj.weight", tmp_path / "mixed")
     ids = torch.tensor([5, 6, 7])
-    native = load_cpu_decoder(Checkpoint.open(folder), Precision.F32, runtime(), PLENTY)
+    native = load_cpu_decoder(Checkpoint.open(folder), Precision.F32, runtime())
     reference = load_decoder(Checkpoint.open(folder), Precision.F32)
     mine, theirs = (
         decoder.forward(ids, DecodeState.new(decoder.config, 8, Precision.F32))

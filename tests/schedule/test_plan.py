@@ -64,7 +64,6 @@ def check(plan: Plan, ids: Ids, most: int) -> None:
         covered[first : first + count] += 1
         assert (ids.ravel()[plan.pairs[first : first + count]] == expert).all()
     assert (covered == 1).all()
-    assert plan.active.tolist() == sorted(set(ids.ravel().tolist()))
 
 
 @settings(max_examples=200, deadline=None)
@@ -109,7 +108,6 @@ def test_all_tokens_on_one_expert(most: int) -> None:
     plan = Plan.bucketed(ids, most)
     check(plan, ids, most)
     assert len(plan.chunks) == -(-12 // most)
-    assert plan.active.tolist() == [200]
 
 
 def test_a_bucketed_plan_by_hand() -> None:

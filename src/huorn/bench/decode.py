@@ -12,7 +12,6 @@ import torch
 
 from huorn import _native
 from huorn.bench.yardstick import ReadYardstick
-from huorn.engine.prefix import PREFILL_CHUNK
 from huorn.engine.process import peak_rss_bytes
 from huorn.engine.sampling import Sampler, SamplingSettings
 from huorn.engine.session import Session
@@ -21,6 +20,7 @@ from huorn.engine.tokenizer import encode
 from huorn.errors import UsageError
 from huorn.model.cpu_decoder import CpuDecoder, Sequences
 from huorn.model.state import DecodeState
+from huorn.schedule.shapes import PREFILL_CHUNK
 
 # Real text, so that routing looks like that of real use: with random ids every expert is as likely as any other.
 PROMPT = '''\
@@ -45,6 +45,7 @@ class Request:
     completion_tokens: int
     repeats: int
     sequences: int = 1
+    yardstick: bool = True  # also measure what RAM gives, in 4 GiB of its own
 
     def check(self, context: int) -> None:
         """UsageError when a number is too small or the context too short."""
@@ -65,9 +66,10 @@ class Request:
 class DecodeBench:
     """What `huorn bench decode` measured: medians over the repeats, with all values behind them.
 
-    Speeds in tokens per second, of all sequences together. The last five need the native kernels: bytes of weights and state
+    Speeds in tokens per second, of all sequences together. The next five need the native kernels: bytes of weights and state
     that the kernels counted per decode step, what a native loop read per second between the runs, the share of it that
-    decoding reached, and time per decode step outside the kernels.
+    decoding reached, and time per decode step outside the kernels. The last three need slots: the share of looked up experts
+    that were in one, bytes read from disk and seconds waited for them per decode step.
     """
 
     prompt_tokens: int
@@ -84,16 +86,46 @@ class DecodeBench:
     read_bandwidth_bytes_s: float | None
     limit_fraction: float | None
     python_s_per_token: float | None
+    hit_rate: float | None
+    disk_bytes_per_token: float | None
+    demand_wait_s_per_token: float | None
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One request: seconds of prefill and of the decode steps, and per step what the kernels read and Python spent."""
+    """One request: seconds of prefill and of the decode steps, and per step what the kernels read, Python spent, and slots did."""
 
     prefill_s: float
     decode_s: float
     step_bytes: float
     step_python_s: float
+    hit_rate: float
+    step_disk_bytes: float
+    step_wait_s: float
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Counters at one moment."""
+
+    read_bytes: int = 0
+    kernel_s: float = 0.0
+    lookups: int = 0
+    hits: int = 0
+    disk_bytes: int = 0
+    wait_s: float = 0.0
+
+    @classmethod
+    def now(cls, session: Session) -> _Counts:
+        """Those of a session; zeros for what it does not have."""
+        runtime = session.decoder.runtime if isinstance(session.decoder, CpuDecoder) else None
+        read, kernel_s = (0, 0.0) if runtime is None else (sum(runtime.counters()), runtime.seconds())
+        if session.cache is None:
+            return cls(read, kernel_s)
+        counts = session.cache.counts
+        return cls(
+            read, kernel_s, counts.lookups, counts.hits, session.cache.reader.bytes_read, counts.wait_s
+        )
 
 
 def bench_decode(session: Session, request: Request) -> DecodeBench:
@@ -104,15 +136,15 @@ def bench_decode(session: Session, request: Request) -> DecodeBench:
         raise UsageError("--sequences needs the native kernels: use --backend cpu")
     prompt_ids = list(islice(cycle(encode(session.tokenizer, PROMPT)), request.prompt_tokens))
     runtime = decoder.runtime if isinstance(decoder, CpuDecoder) else None
-    _run(session, prompt_ids, request, runtime)
+    _run(session, prompt_ids, request)
     peak = peak_rss_bytes()
-    yardstick = None if runtime is None else ReadYardstick(runtime)
+    yardstick = None if runtime is None or not request.yardstick else ReadYardstick(runtime)
     bandwidths, runs = list[float](), list[_Run]()
     for _ in range(request.repeats):
         if yardstick is not None:
             bandwidths.append(yardstick.read_bytes_s())
-        runs.append(_run(session, prompt_ids, request, runtime))
-    return _summary(request, runs, bandwidths, peak, runtime)
+        runs.append(_run(session, prompt_ids, request))
+    return _summary(request, runs, bandwidths, peak, runtime, session.cache is not None)
 
 
 def _summary(
@@ -121,6 +153,7 @@ def _summary(
     bandwidths: Sequence[float],
     peak: int,
     runtime: _native.Runtime | None,
+    slots: bool,
 ) -> DecodeBench:
     steps = (request.completion_tokens - 1) * request.sequences
     prefill = tuple(request.prompt_tokens * request.sequences / run.prefill_s for run in runs)
@@ -144,12 +177,13 @@ def _summary(
         read_bandwidth_bytes_s=bandwidth,
         limit_fraction=None if bandwidth is None else step_bytes * steps_s / bandwidth,
         python_s_per_token=median(run.step_python_s for run in runs) if native else None,
+        hit_rate=median(run.hit_rate for run in runs) if slots else None,
+        disk_bytes_per_token=median(run.step_disk_bytes for run in runs) if slots else None,
+        demand_wait_s_per_token=median(run.step_wait_s for run in runs) if slots else None,
     )
 
 
-def _run(
-    session: Session, prompt_ids: Sequence[int], request: Request, runtime: _native.Runtime | None
-) -> _Run:
+def _run(session: Session, prompt_ids: Sequence[int], request: Request) -> _Run:
     if request.sequences > 1:
         return _run_together(session, prompt_ids, request)
     state, sampler, text = (
@@ -161,11 +195,11 @@ def _run(
     for first in range(0, len(prompt_ids), PREFILL_CHUNK):
         logits = state.read(prompt_ids[first : first + PREFILL_CHUNK])
     token_id = sampler.pick(logits)
-    between, before = time.perf_counter(), _counts(runtime)
+    between, before = time.perf_counter(), _Counts.now(session)
     for _ in range(request.completion_tokens - 1):
         text.push(token_id)
         token_id = sampler.pick(state.read([token_id]))
-    end, after = time.perf_counter(), _counts(runtime)
+    end, after = time.perf_counter(), _Counts.now(session)
     return _between(start, between, end, before, after, request.completion_tokens - 1)
 
 
@@ -185,23 +219,25 @@ def _run_together(session: Session, prompt_ids: Sequence[int], request: Request)
         for part in ids.split(PREFILL_CHUNK):
             logits = decoder.forward(part, state)
         last.append(logits.argmax(-1))
-    between, before = time.perf_counter(), _counts(decoder.runtime)
+    between, before = time.perf_counter(), _Counts.now(session)
     for _ in range(request.completion_tokens - 1):
         left = [(state.conv, state.recurrent) for state in states]
         last = [logits.argmax(-1) for logits in decoder.forward_batch(Sequences(last, states))]
         for state, (conv, recurrent) in zip(states, left, strict=True):
             state.reuse(conv, recurrent)
-    end, after = time.perf_counter(), _counts(decoder.runtime)
+    end, after = time.perf_counter(), _Counts.now(session)
     return _between(start, between, end, before, after, request.completion_tokens - 1)
 
 
-def _counts(runtime: _native.Runtime | None) -> tuple[int, float]:
-    """(bytes read, seconds spent) by the kernels so far."""
-    return (0, 0.0) if runtime is None else (sum(runtime.counters()), runtime.seconds())
-
-
-def _between(
-    start: float, between: float, end: float, before: tuple[int, float], after: tuple[int, float], steps: int
-) -> _Run:
-    read, kernel_s = after[0] - before[0], after[1] - before[1]
-    return _Run(between - start, end - between, read / steps, (end - between - kernel_s) / steps)
+def _between(start: float, between: float, end: float, before: _Counts, after: _Counts, steps: int) -> _Run:
+    lookups = after.lookups - before.lookups
+    return _Run(
+        prefill_s=between - start,
+        decode_s=end - between,
+        step_bytes=(after.read_bytes - before.read_bytes) / steps,
+        step_python_s=(end - between - (after.kernel_s - before.kernel_s) - (after.wait_s - before.wait_s))
+        / steps,
+        hit_rate=(after.hits - before.hits) / lookups if lookups else 1.0,
+        step_disk_bytes=(after.disk_bytes - before.disk_bytes) / steps,
+        step_wait_s=(after.wait_s - before.wait_s) / steps,
+    )

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
 from huorn.checkpoint.config import ModelConfig
 from huorn.checkpoint.contents import read_contents
 from huorn.checkpoint.names import F8, SCALE_SUFFIX, Layout
-from huorn.checkpoint.safetensors_file import Allocate, SafetensorsFile, TensorInfo, fresh_memory
+from huorn.checkpoint.safetensors_file import Advice, Allocate, SafetensorsFile, TensorInfo, fresh_memory
 from huorn.checkpoint.tensor_check import kind_of
 from huorn.checkpoint.weight import Weight
 from huorn.errors import CheckpointError
@@ -25,6 +26,16 @@ class ExpertWeights:
     gate: Weight
     up: Weight
     down: Weight
+
+
+class StoredPart(NamedTuple):
+    """Where one matrix of an expert lies: bytes [start, start + nbytes) of `file`, in the dtype of tensor `name`."""
+
+    name: str
+    dtype: str
+    file: Path
+    start: int
+    nbytes: int
 
 
 class Checkpoint:
@@ -64,6 +75,11 @@ class Checkpoint:
         files = {file.path: file for file in contents.files.values()}
         return cls(directory, contents.config, contents.layout, contents.infos, files)
 
+    def advise(self, advice: Advice) -> None:
+        """What the kernel is told about mappings of files that no view was taken of yet."""
+        for file in self._files.values():
+            file.advice = advice
+
     def tensor(self, name: str) -> Tensor:
         """One tensor copied into RAM: F32 or BF16 as stored, F8 expanded to F32. Raises CheckpointError as `weight` does."""
         weight = self.weight(name)
@@ -78,11 +94,13 @@ class Checkpoint:
         weight.refuse_damaged()
         return weight
 
-    def expert(self, layer: int, expert: int) -> ExpertWeights:
-        """Routed expert of a layer as views of the mapped files. The kernel starts to read it; nobody waits.
+    def read_ahead(self, layer: int, expert: int) -> None:
+        """Has the kernel start to read a routed expert into its page cache; nobody waits."""
+        for part in self.expert_parts(layer, expert):
+            self._files[part.file].read_ahead(part.start, part.nbytes)
 
-        Its NaN codes are refused when it is expanded.
-        """
+    def expert(self, layer: int, expert: int) -> ExpertWeights:
+        """Routed expert of a layer as views of the mapped files. Its NaN codes are refused when it is expanded."""
         experts = f"layers.{layer}.mlp.experts."
         if self.layout.fused_experts:
             gate_up = self._stored_expert(experts + "gate_up_proj", expert)  # [2I, D]
@@ -119,6 +137,36 @@ class Checkpoint:
         )
         return ExpertWeights(gate, up, down)
 
+    def expert_parts(self, layer: int, expert: int) -> tuple[StoredPart, StoredPart, StoredPart]:
+        """Where gate, up and down of a routed expert lie. Nothing is read."""
+        experts = f"layers.{layer}.mlp.experts."
+        if not self.layout.fused_experts:
+            gate, up, down = (
+                self._info(f"{experts}{expert}.{name}.weight")
+                for name in ("gate_proj", "up_proj", "down_proj")
+            )
+            return (
+                _part(gate, gate.start, gate.nbytes),
+                _part(up, up.start, up.nbytes),
+                _part(down, down.start, down.nbytes),
+            )
+        both, down = self._info(experts + "gate_up_proj"), self._info(experts + "down_proj")
+        half, whole = both.nbytes // (2 * self.config.num_experts), down.nbytes // self.config.num_experts
+        return (
+            _part(both, both.start + 2 * expert * half, half),
+            _part(both, both.start + (2 * expert + 1) * half, half),
+            _part(down, down.start + expert * whole, whole),
+        )
+
+    def expert_scales(self, layer: int, expert: int) -> list[Tensor]:
+        """Block scales of gate, up and down of an expert in F8, each [ceil(O/128), ceil(I/128)] as stored; not looked at.
+
+        Raises CheckpointError when one can not be read.
+        """
+        return [
+            self._stored(part.name + SCALE_SUFFIX, copy=True) for part in self.expert_parts(layer, expert)
+        ]
+
     def assert_text_tensors_used(self) -> None:
         """Raises CheckpointError when a text tensor that is no routed expert was never read."""
         unused = [
@@ -145,10 +193,7 @@ class Checkpoint:
         info = self.infos[stored_name]
         file = self._files[info.file]
         self._used.add(stored_name)
-        if copy:
-            return file.read(stored_name, allocate)
-        file.read_ahead(info.start, info.nbytes)
-        return file.view(stored_name)
+        return file.read(stored_name, allocate) if copy else file.view(stored_name)
 
     def _weight(self, name: str, copy: bool, allocate: Allocate = fresh_memory) -> Weight:
         info = self._info(name)
@@ -163,10 +208,12 @@ class Checkpoint:
         if allocate is not None:
             data = file.read(info.name, allocate, expert, experts)
         else:
-            nbytes = info.nbytes // experts
-            file.read_ahead(info.start + expert * nbytes, nbytes)
             data = file.view(info.name)[expert]
         return Weight(data, name=f"{info.file}: {info.name}[{expert}]")
+
+
+def _part(info: TensorInfo, start: int, nbytes: int) -> StoredPart:
+    return StoredPart(info.name, info.dtype, info.file, start, nbytes)
 
 
 def _and_more(count: int) -> str:

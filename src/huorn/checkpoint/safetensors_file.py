@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,14 @@ class TensorInfo(NamedTuple):
     nbytes: int
 
 
+# What the kernel is told about mapped weights: nothing, that any page may be next, or that and to use large pages.
+Advice = Literal["plain", "random", "huge"]
+_MADVICE: dict[Advice, list[str]] = {
+    "plain": [],
+    "random": ["MADV_RANDOM"],
+    "huge": ["MADV_RANDOM", "MADV_HUGEPAGE"],
+}
+
 Allocate = Callable[[int], Tensor]  # bytes -> uint8 [bytes]
 
 
@@ -62,6 +70,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """Opens `path` and reads its header. Raises CheckpointError when the file is missing or damaged."""
         self.path = path
+        self.advice: Advice = "random"  # for the mapping, made when a view is first asked for
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except (OSError, ValueError) as error:
@@ -83,7 +92,7 @@ class SafetensorsFile:
         if os.fstat(self._fd).st_size < self.size:
             raise CheckpointError(f"{self.path} was truncated after it was opened; {name} can not be read")
         if self._map is None:
-            self._map = map_file(self._fd, self.size, self.path)
+            self._map = map_file(self._fd, self.size, self.path, self.advice)
         raw = self._map[info.start : info.start + info.nbytes]
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()  # a tensor after one of odd size: torch needs aligned elements
@@ -200,8 +209,8 @@ class SafetensorsFile:
             raise self._damaged(f"{self.size - position} bytes after {previous} belong to no tensor")
 
 
-def map_file(fd: int, size: int, path: Path) -> Tensor:
-    """The whole file as uint8 [size], mapped privately and without read-ahead.
+def map_file(fd: int, size: int, path: Path, advice: Advice = "random") -> Tensor:
+    """The whole file as uint8 [size], mapped privately, by default without read-ahead.
 
     Through ctypes because mmap.mmap keeps a second descriptor per file, and because a private mapping without
     MAP_NORESERVE is refused when one file is larger than RAM. MADV_RANDOM: read-ahead on a file far larger
@@ -216,7 +225,9 @@ def map_file(fd: int, size: int, path: Path) -> Tensor:
     address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | map_noreserve, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise CheckpointError(f"{path} can not be mapped: {os.strerror(ctypes.get_errno())}")
-    libc.madvise(address, size, mmap.MADV_RANDOM)
+    for name in _MADVICE[advice]:
+        if hasattr(mmap, name):
+            libc.madvise(address, size, getattr(mmap, name))
     buffer = (ctypes.c_ubyte * size).from_address(address)
     weakref.finalize(buffer, libc.munmap, address, size).atexit = False  # views may outlive the interpreter
     return torch.frombuffer(buffer, dtype=torch.uint8)

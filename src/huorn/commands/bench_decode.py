@@ -32,10 +32,24 @@ def bench_decode(choice: ModelChoice, request: Request, json_path: Path | None) 
         ("decode", result.decode_tok_s, result.decode_tok_s_all),
     ):
         print(f"{name:8}median {value:.1f} tok/s, minimum {min(values):.1f}, maximum {max(values):.1f}")
-    for line in _ram_lines(result):
+    for line in (*_ram_lines(result), *_slot_lines(result)):
         print(line)
     print(f"peak memory {format_bytes(result.peak_rss_bytes)}")
     write_json(json_path, {**asdict(result), "settings": describe(session)})
+
+
+def _slot_lines(result: DecodeBench) -> list[str]:
+    """What slots did; nothing where all experts are in RAM."""
+    if (
+        result.hit_rate is None
+        or result.disk_bytes_per_token is None
+        or result.demand_wait_s_per_token is None
+    ):
+        return []
+    return [
+        f"{100 * result.hit_rate:.1f} % of experts were in a slot, {format_bytes(round(result.disk_bytes_per_token))} from disk and "
+        f"{1e3 * result.demand_wait_s_per_token:.1f} ms of waiting a step"
+    ]
 
 
 def _ram_lines(result: DecodeBench) -> list[str]:

@@ -38,7 +38,7 @@ def model_fits(available_bytes: int, context: int) -> tuple[ModelFit, ...]:
     budgets = {}
     if (EMBEDDED_MODEL / "config.json").exists():
         budgets["seedling (embedded)"] = checkpoint_budget(
-            Checkpoint.open(EMBEDDED_MODEL), context, Precision.BF16
+            Checkpoint.open(EMBEDDED_MODEL), context, Precision.BF16, resident=True
         )
     config = find_preset("qwen3.5-35b-a3b-fp8").config
     sizes = {tensor.name: tensor.nbytes for tensor in text_tensors(config)}

@@ -9,12 +9,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from huorn.engine.prefix import PREFILL_CHUNK, PrefixState
+from huorn.engine.prefix import PrefixState
 from huorn.engine.process import peak_rss_bytes
 from huorn.engine.sampling import Sampler, SamplingSettings
 from huorn.engine.session import Session
 from huorn.engine.stream import StopStrings, StreamDecoder
 from huorn.errors import UsageError
+from huorn.schedule.shapes import PREFILL_CHUNK
 
 # stop: an end token or a stop string; length: max_tokens or the context is used up; cancelled: asked to stop.
 FinishReason = Literal["stop", "length", "cancelled"]

@@ -11,9 +11,6 @@ from torch import Tensor
 from huorn.model.backend import LanguageModel
 from huorn.model.state import DecodeState
 
-# Tokens per forward while a prompt is read. Larger chunks read expert weights fewer times but hold more activations.
-PREFILL_CHUNK = 512
-
 
 @dataclass(frozen=True, eq=False)
 class _Point:

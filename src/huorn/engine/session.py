@@ -11,14 +11,18 @@ from tokenizers import Tokenizer
 from huorn.assets import EMBEDDED_MODEL
 from huorn.checkpoint.config import ModelConfig, read_config, read_json
 from huorn.checkpoint.reader import Checkpoint
+from huorn.engine.fast_tier import FastTier, Residency
+from huorn.engine.open_decoder import open_cpu_decoder
 from huorn.engine.prefix import PrefixState
 from huorn.engine.template import ChatTemplate
 from huorn.engine.tokenizer import load_tokenizer
 from huorn.errors import CheckpointError, UsageError
+from huorn.experts.cache import ExpertCache
 from huorn.machine.facts import allowed_cores, usable_cores
 from huorn.machine.limits import cpu_quota
-from huorn.memory import format_bytes, room_for_weights
-from huorn.model.backend import Backend, LanguageModel, open_decoder
+from huorn.memory import format_bytes
+from huorn.model.backend import Backend, LanguageModel
+from huorn.model.load import load_decoder
 from huorn.model.precision import Precision
 from huorn.model.state import state_bytes
 
@@ -35,6 +39,8 @@ class Session:
     template: ChatTemplate | None
     backend: Backend
     decoder: LanguageModel
+    tier: FastTier | None  # what is in RAM; None for the reference backend
+    cache: ExpertCache | None  # where experts are in slots
     context: int  # tokens, prompt and answer together
     threads: int
     stop_ids: frozenset[int]
@@ -42,13 +48,14 @@ class Session:
     @classmethod
     def open(
         cls, directory: Path | None, context: int | None = None, threads: int | None = None,
-        precision: Precision = Precision.BF16, backend: Backend = "cpu",
+        precision: Precision = Precision.BF16, backend: Backend = "cpu", residency: Residency | None = None,
     ) -> Session:  # fmt: skip
         """Open the checkpoint in `directory`, the embedded model when it is None.
 
         `context` None is 4096 tokens or what the model was made for, whichever is less; `threads` None is every core this
         process may use. `backend` is cpu (native kernels) or reference (PyTorch, the
-        oracle). What is cheap to check is checked before weights are loaded. Raises UsageError, CheckpointError.
+        oracle); `residency` limits the memory that it takes. What is cheap to check is checked before weights are loaded.
+        Raises UsageError, CheckpointError.
         """
         directory = _existing(directory)
         threads = checked_threads(threads)
@@ -58,23 +65,35 @@ class Session:
         template = ChatTemplate.load(directory)
         # The kernels have threads of their own; torch, which then only samples, would spin against them.
         torch.set_num_threads(threads if backend == "reference" else 1)
+        asked, tier, cache = residency or Residency(), None, None
+        decoder: LanguageModel
+        if backend == "cpu":
+            decoder, tier, cache = open_cpu_decoder(checkpoint, asked, context, precision, threads)
+        elif asked.asked:
+            raise UsageError("--memory and --slots need the native kernels: use --backend cpu")
+        else:
+            decoder = load_decoder(checkpoint, precision)
         return cls(
             directory=directory,
             config=checkpoint.config,
             tokenizer=tokenizer,
             template=template,
             backend=backend,
-            decoder=open_decoder(
-                checkpoint,
-                precision,
-                backend,
-                threads,
-                room_for_weights(checkpoint.config, context, precision),
-            ),
+            decoder=decoder,
+            tier=tier,
+            cache=cache,
             context=context,
             threads=threads,
             stop_ids=_stop_ids(directory, checkpoint.config, tokenizer),
         )
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know about how the model was opened."""
+        found = [] if self.tier is None or self.tier.remark is None else [self.tier.remark]
+        if self.cache is not None and not self.cache.direct:
+            found.append("direct reads are not possible here: experts are read through the page cache")
+        return tuple(found)
 
     def new_state(self) -> PrefixState:
         """Return an empty state with room for `context` tokens. Raises UsageError when the machine has no memory for it."""

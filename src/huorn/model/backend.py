@@ -6,12 +6,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from huorn import _native
 from huorn.checkpoint.config import ModelConfig
-from huorn.checkpoint.reader import Checkpoint
-from huorn.kernels import isa
-from huorn.model.cpu_load import load_cpu_decoder
-from huorn.model.load import load_decoder
 from huorn.model.precision import Precision
 from huorn.model.state import DecodeState
 
@@ -34,14 +29,3 @@ class LanguageModel(Protocol):
     def forward(self, token_ids: Tensor, state: DecodeState, all_logits: bool = False) -> Tensor:
         """Appends int64 [T] to the sequence in `state` -> logits f32 [1, V], or [T, V] with all_logits."""
         ...
-
-
-def open_decoder(
-    checkpoint: Checkpoint, precision: Precision, backend: Backend, threads: int, available_bytes: int
-) -> LanguageModel:
-    """The decoder of a checkpoint: `cpu` on native kernels (logits depend on the token ids alone, to the bit), `reference` in
-    PyTorch (the oracle). `available_bytes` is what weights may take. Raises CheckpointError, UsageError."""
-    if backend == "reference":
-        return load_decoder(checkpoint, precision)
-    runtime = _native.Runtime(threads, isa.chosen())
-    return load_cpu_decoder(checkpoint, precision, runtime, available_bytes)

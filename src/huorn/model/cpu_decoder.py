@@ -22,6 +22,9 @@ from huorn.model.state import DecodeState
 from huorn.schedule.plan import BUCKET_TOKENS, Plan
 from huorn.schedule.shapes import columns
 
+KERNEL_ROWS = 128  # kRows in native/shapes.h
+MOST_COLUMNS = 128  # of any entry in schedule/shapes.py
+
 
 @dataclass(frozen=True, eq=False)
 class CpuLayer:
@@ -60,6 +63,8 @@ class Buffers:
         self.gate = torch.empty(tokens)
         self.pair_out = torch.empty(tokens * top_k, hidden)
         self.shared_out = torch.empty(tokens, hidden)
+        few = min(tokens, BUCKET_TOKENS - 1)
+        self.routed = torch.empty(config.num_hidden_layers * few * top_k, dtype=torch.int32)
 
     def step(self, runtime: _native.Runtime, lengths: Sequence[int], wide: int) -> _native.Step:
         """A forward over sequences of these lengths in these buffers, at most `wide` columns per pass over a dense weight."""
@@ -67,7 +72,25 @@ class Buffers:
             runtime=runtime, x=self.x.data_ptr(), lengths=lengths, columns=wide, logits=self.router_logits.data_ptr(),
             normed=self.normed.data_ptr(), ids=self.ids.data_ptr(), weights=self.weights.data_ptr(),
             gate=self.gate.data_ptr(), pair_out=self.pair_out.data_ptr(), shared_out=self.shared_out.data_ptr(),
+            routed=self.routed.data_ptr(),
         )  # fmt: skip
+
+
+def work_bytes(config: ModelConfig, tokens: int, threads: int) -> int:
+    """At most what a forward over `tokens` tokens takes besides weights and states: Buffers, what mixers and experts share
+    between threads, and each thread's own columns."""
+    hidden, top_k, experts = config.hidden_size, config.num_experts_per_tok, config.num_experts
+    buffers = hidden * (3 + top_k) + experts + 4 * top_k
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    linear = config.conv_dim + 2 * values + 2 * config.linear_num_value_heads
+    full = config.head_dim * (3 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    inner = top_k * config.moe_intermediate_size + config.shared_expert_intermediate_size
+    widest = max(hidden, values, config.num_attention_heads * config.head_dim)
+    own = 8 * widest + 8 * KERNEL_ROWS  # per column: packed in BF16 twice, normed in F32, sums of a unit
+    logits = 8 * config.vocab_size  # and those of the step before
+    return (
+        4 * tokens * (buffers + max(linear, full, inner)) + threads * min(tokens, MOST_COLUMNS) * own + logits
+    )
 
 
 @dataclass(eq=False)
@@ -120,8 +143,8 @@ class CpuDecoder:
             tokens,
             buffers.x.data_ptr(),
         )
-        if self.quick_pairs and self.experts.resident and tokens < BUCKET_TOKENS:
-            step.run(self.native_layers, 0)
+        if self.quick_pairs and self.experts.quick and tokens < BUCKET_TOKENS:
+            self._run_few(step, buffers, tokens)
         else:
             self._run_layers(step, buffers.ids[:tokens].numpy())
         logits = self._logits(sequences, buffers, all_logits, wide)
@@ -151,6 +174,18 @@ class CpuDecoder:
         )  # fmt: skip
         return alive
 
+    def _run_few(self, step: _native.Step, buffers: Buffers, tokens: int) -> None:
+        """All layers on a few tokens: one kernel call, and another after each layer that lacks an expert."""
+        top_k, count, start = self.config.num_experts_per_tok, len(self.layers), 0
+        while (stop := step.run(self.native_layers, start)) < count or not self.experts.resident:
+            routed = buffers.routed[: count * tokens * top_k].numpy().reshape(count, tokens, top_k)
+            for number in range(start, stop):
+                self.experts.used(number, routed[number])
+            if stop == count:
+                return
+            self._run_experts(step, stop, routed[stop])
+            start = stop + 1
+
     def _run_layers(self, step: _native.Step, ids: NDArray[np.int32]) -> None:
         """All layers, each with a plan for what its router chose, which it leaves in ids int32 [T, K]."""
         linear = full = 0
@@ -161,11 +196,17 @@ class CpuDecoder:
             else:
                 step.attention(layer.mixer, layer.router, full)
                 full += 1
-            plan = self.plan(ids)
-            if not self.experts.resident:
-                self.experts.ready(number, plan.active.tolist())
-            step.run_plan(layer.experts, *plan.addresses, ids.shape[1], True)
-            step.combine(ids.shape[1], self.config.hidden_size)
+            self._run_experts(step, number, ids)
+
+    def _run_experts(self, step: _native.Step, number: int, ids: NDArray[np.int32]) -> None:
+        """x += routed experts + gated shared expert, those first that are ready. ids int32 [T, K] are the router's choice."""
+        plan, experts, top_k = self.plan(ids), self.layers[number].experts, ids.shape[1]
+        shared = True
+        for ready in self.experts.waves(number, ids):
+            if shared or ready:
+                step.run_plan(experts, *plan.only(ready).addresses, top_k, shared)
+                shared = False
+        step.combine(top_k, self.config.hidden_size)
 
     def plan(self, ids: NDArray[np.int32]) -> Plan:
         """The plan for the experts ids int32 [T, K] of one layer call."""

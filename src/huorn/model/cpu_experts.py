@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from huorn.checkpoint.reader import Checkpoint, ExpertWeights
@@ -22,16 +24,26 @@ class ExpertTable(Protocol):
         ...
 
     @property
+    def quick(self) -> bool:
+        """Whether an expert is in RAM whenever its row is not zeros, so that a few tokens may go through layers unasked."""
+        ...
+
+    @property
     def resident(self) -> bool:
-        """Whether every expert is always ready, so that nobody need ask."""
+        """Whether every expert is always in RAM."""
         ...
 
     def addresses(self, layer: int) -> Tensor:
-        """The table of a layer; its memory never moves."""
+        """The table of a layer; its memory never moves. Zeros: not ready."""
         ...
 
-    def ready(self, layer: int, expert_ids: Sequence[int]) -> None:
-        """Sees to it that these rows of the table are valid until the next call. CheckpointError when one is damaged."""
+    def used(self, layer: int, ids: NDArray[np.int32]) -> None:
+        """Told after a layer call on ids i32 [T, K] that went without `waves`, in the order of calls."""
+        ...
+
+    def waves(self, layer: int, ids: NDArray[np.int32]) -> Iterator[list[int]]:
+        """Groups of the experts in ids i32 [T, K], each group's rows valid until the next is asked for, all of them in the end;
+        the first group may be empty. CheckpointError when an expert is damaged or can not be read."""
         ...
 
 
@@ -57,6 +69,7 @@ class _Rows:
 class ResidentTable:
     """All experts in RAM as they are stored (expanded with f32), read once."""
 
+    quick = True
     resident = True
 
     def __init__(self, checkpoint: Checkpoint, f32: bool, memory: HugePages) -> None:
@@ -72,21 +85,35 @@ class ResidentTable:
         """int64 [E, 6]."""
         return self._rows.table[layer]
 
-    def ready(self, layer: int, expert_ids: Sequence[int]) -> None:
-        """They always are."""
+    def used(self, layer: int, ids: NDArray[np.int32]) -> None:
+        """Nothing to learn."""
+
+    def waves(self, layer: int, ids: NDArray[np.int32]) -> Iterator[list[int]]:
+        """One group: all."""
+        yield np.unique(ids).tolist()
+
+
+MappedAdvice = Literal["plain", "random", "ahead", "huge"]
 
 
 class MappedTable:
-    """Experts in the mapped files: the kernels read them as pages come in. For models larger than RAM; slow."""
+    """Experts in the mapped files: the kernels read them as pages come in. Slow: what slots are compared with.
 
+    `advice` is what the kernel is told: nothing ("plain"), that any page may be next ("random"), that and to read each routed
+    expert now ("ahead"), or that any page may be next and to use large ones ("huge").
+    """
+
+    quick = False  # a row says nothing about whether its pages are in RAM
     resident = False
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, advice: MappedAdvice = "ahead") -> None:
         config = checkpoint.config
         self._checkpoint = checkpoint
+        self._ahead = advice == "ahead"
+        checkpoint.advise("random" if advice == "ahead" else advice)
         self._rows = _Rows(config.num_hidden_layers, config.num_experts, f32=False)
         self._known = torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.bool)
-        self.ready(0, [0])
+        self._ask(0, [0])
         assert self._rows.format is not None
         self.format = self._rows.format
 
@@ -94,12 +121,24 @@ class MappedTable:
         """int64 [E, 6]; rows that were never asked for are zeros."""
         return self._rows.table[layer]
 
-    def ready(self, layer: int, expert_ids: Sequence[int]) -> None:
-        """Asks for all of them first, so that the disk has a queue, then looks at those that are new."""
-        wanted = [self._checkpoint.expert(layer, expert_id) for expert_id in expert_ids]
-        for expert_id, weights in zip(expert_ids, wanted, strict=True):
+    def used(self, layer: int, ids: NDArray[np.int32]) -> None:
+        """Nothing to learn."""
+
+    def waves(self, layer: int, ids: NDArray[np.int32]) -> Iterator[list[int]]:
+        """One group: all."""
+        active = np.unique(ids).tolist()
+        self._ask(layer, active)
+        yield active
+
+    def _ask(self, layer: int, expert_ids: Sequence[int]) -> None:
+        """With "ahead" asks for all of them first, so that the disk has a queue, then looks at those that are new."""
+        if self._ahead:
+            for expert_id in expert_ids:
+                self._checkpoint.read_ahead(layer, expert_id)
+        for expert_id in expert_ids:
             if self._known[layer, expert_id]:
                 continue
+            weights = self._checkpoint.expert(layer, expert_id)
             for weight in (weights.gate, weights.up, weights.down):
                 weight.refuse_damaged()
             self._rows.fill(layer, expert_id, weights)

@@ -9,32 +9,25 @@ from torch import Tensor
 from huorn import _native
 from huorn.checkpoint.reader import Checkpoint
 from huorn.checkpoint.tensor_check import kind_of
-from huorn.errors import UsageError
 from huorn.kernels.huge_pages import HugePages, padded
 from huorn.kernels.operand import Operand, common_format
 from huorn.model.cpu_decoder import CpuDecoder, CpuLayer
-from huorn.model.cpu_experts import ExpertTable, MappedTable, ResidentTable
-from huorn.model.load import expanded_bytes
+from huorn.model.cpu_experts import ExpertTable, ResidentTable
 from huorn.model.precision import Precision
 from huorn.model.rotary import Rotary
 
 
 def load_cpu_decoder(
-    checkpoint: Checkpoint, precision: Precision, runtime: _native.Runtime, available_bytes: int
+    checkpoint: Checkpoint, precision: Precision, runtime: _native.Runtime, table: ExpertTable | None = None
 ) -> CpuDecoder:
-    """Reads everything that every token needs into huge pages, the experts too where they fit into `available_bytes` with the
-    rest; otherwise they stay in the mapped files. Checks that every text tensor was used.
+    """Reads everything that every token needs into huge pages. The experts are those of `table`; without one all are read too.
+    Checks that every text tensor was used.
 
-    Raises CheckpointError; UsageError for F32 where the expanded model does not fit; OSError when memory is refused.
+    Raises CheckpointError; OSError when memory is refused.
     """
-    f32 = precision is Precision.F32
-    if f32 and expanded_bytes(checkpoint) > available_bytes:
-        need, free = (round(count / 1e9, 1) for count in (expanded_bytes(checkpoint), available_bytes))
-        raise UsageError(f"--precision f32 needs {need} GB for this model and {free} GB are free: use bf16")
     needed, experts = stored_bytes(checkpoint)
-    resident = f32 or needed + experts <= available_bytes
-    memory = HugePages(needed + (experts if resident else 0))
-    decoder = _Loader(checkpoint, precision, runtime, memory).decoder(resident)
+    memory = HugePages(needed + (experts if table is None else 0))
+    decoder = _Loader(checkpoint, precision, runtime, memory).decoder(table)
     checkpoint.assert_text_tensors_used()
     return decoder
 
@@ -63,16 +56,12 @@ class _Loader:
     memory: HugePages
     alive: list[object] = field(default_factory=list)
 
-    def decoder(self, resident: bool) -> CpuDecoder:
+    def decoder(self, table: ExpertTable | None) -> CpuDecoder:
         config = self.checkpoint.config
         embedding = self._operand("embed_tokens.weight")
         head = embedding if config.tie_word_embeddings else self._operand("lm_head.weight")
         layers = [self._mixer(layer) for layer in range(config.num_hidden_layers)]
-        table: ExpertTable = (
-            ResidentTable(self.checkpoint, self._f32, self.memory)
-            if resident
-            else MappedTable(self.checkpoint)
-        )
+        table = table or ResidentTable(self.checkpoint, self._f32, self.memory)
         return CpuDecoder(
             config=config,
             precision=self.precision,

@@ -25,6 +25,7 @@ class MappedExperts:
         """One expanded expert at a time, in the order asked. CheckpointError when its weights are damaged."""
         coming = deque[ExpertWeights]()
         for expert_id in expert_ids:
+            self.checkpoint.read_ahead(layer, expert_id)
             coming.append(self.checkpoint.expert(layer, expert_id))
             if len(coming) > AHEAD:
                 yield self._expand(coming.popleft())

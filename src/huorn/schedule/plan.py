@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -57,12 +58,11 @@ class Plan:
         )
         return cls(pairs, chunks.astype(np.int32))
 
+    def only(self, experts: Sequence[int]) -> Plan:
+        """The chunks of these experts; pairs stay as they are."""
+        return Plan(self.pairs, self.chunks[np.isin(self.chunks[:, 0], experts)])
+
     @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
         """(pairs, their number, chunks, their number) for a kernel call."""
         return self.pairs.ctypes.data, self.pairs.size, self.chunks.ctypes.data, len(self.chunks)
-
-    @property
-    def active(self) -> NDArray[np.int32]:
-        """Ids of the experts that run, rising."""
-        return np.unique(self.chunks[:, 0])

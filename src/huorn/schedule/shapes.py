@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+# Tokens per forward while a prompt is read. Larger chunks read expert weights fewer times but hold more activations.
+PREFILL_CHUNK = 512
+
 Use = Literal["dense", "expert"]
 
 

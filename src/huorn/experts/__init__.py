@@ -1,0 +1,1 @@
+"""Experts between disk and RAM: where they lie, slots, policies, copies."""

@@ -1,0 +1,238 @@
+"""The fast tier at work: makes the experts of a layer call ready, those in slots first and the others as their copies land."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from huorn import _native
+from huorn.errors import CheckpointError
+from huorn.experts.policy import Policy
+from huorn.experts.reader import ReaderLike, read_error
+from huorn.experts.slots import Slots, SlotState
+from huorn.experts.store import ExpertStore
+from huorn.kernels.operand import F8
+
+# Copies of one layer call under way at once. One of 3 MB keeps the disk busy for 2 ms; more than these would only take slots from
+# experts that are still to be used.
+AHEAD = 8
+# From this many tokens on a chunk uses nearly every expert (1 - (1 - 8/256)^64 = 87 %), so that what the next layer lacks is
+# copied while this one computes, and at most this many of them: 96 MB, what the disk gives while attention runs.
+STREAM_TOKENS = 64
+STREAM_AHEAD = 32
+
+
+@dataclass
+class CacheCounts:
+    """What happened so far. A lookup is one distinct expert of one layer call."""
+
+    hits: int = 0
+    loading_hits: int = 0  # found while a copy that nobody waited for was under way
+    misses: int = 0
+    copies: int = 0  # that landed
+    bytes_copied: int = 0  # of experts, without slack
+    wait_s: float = 0.0  # spent waiting for copies with nothing else to do
+
+    @property
+    def lookups(self) -> int:
+        """hits + loading_hits + misses."""
+        return self.hits + self.loading_hits + self.misses
+
+
+@dataclass(eq=False)
+class ExpertCache:
+    """An ExpertTable (huorn.model.cpu_experts) over slots. One thread uses it."""
+
+    store: ExpertStore
+    slots: Slots
+    policy: Policy
+    reader: ReaderLike
+    quick: Literal[True] = True
+    resident: Literal[False] = False
+    counts: CacheCounts = field(default_factory=CacheCounts)
+
+    def __post_init__(self) -> None:
+        """Opens the files for the reader. OSError."""
+        self._files = [self.reader.add_file(str(path)) for path in self.store.files]
+        self._experts = self.store.checkpoint.config.num_experts
+        self._layers = self.store.checkpoint.config.num_hidden_layers
+        self._looked_at = np.zeros(self._experts * self._layers, dtype=bool)
+        self._needed: set[int] = (
+            set()
+        )  # keys of the layer call at hand that are not computed yet: they keep their slots
+        self._prefetching: set[int] = set()  # keys under way that nobody waits for
+
+    @property
+    def direct(self) -> bool:
+        """Whether all files are read past the page cache."""
+        return all(self.reader.direct(file) for file in self._files)
+
+    @property
+    def format(self) -> int:
+        """Of every expert."""
+        return self.store.format
+
+    def addresses(self, layer: int) -> Tensor:
+        """i64 [E, 6]: zeros where an expert is not ready."""
+        return self.slots.table[layer]
+
+    def used(self, layer: int, ids: NDArray[np.int32]) -> None:
+        """A layer call that needed no copy routed ids i32 [T, K]."""
+        self.counts.hits += len(set(ids.ravel().tolist()))
+        self.policy.use(layer, ids)
+
+    def waves(self, layer: int, ids: NDArray[np.int32]) -> Iterator[list[int]]:
+        """Expert ids that are ready, group after group until all of ids i32 [T, K] were given: first those in slots (may be
+        none), then others as they land. Each group stays ready until the next is asked for.
+
+        CheckpointError when one can not be copied or is damaged; slots and counts are as if it had not been asked for.
+        """
+        self._collect(0.0)
+        self.policy.use(layer, ids)
+        first = layer * self._experts
+        active, counts = np.unique(ids, return_counts=True)
+        keys = [first + expert for expert in active.tolist()]
+        states = [self.slots.state(key) for key in keys]
+        resident = [key for key, state in zip(keys, states, strict=True) if state is SlotState.READY]
+        loading = [key for key, state in zip(keys, states, strict=True) if state is SlotState.LOADING]
+        order = sorted(
+            (-count, key)
+            for key, state, count in zip(keys, states, counts.tolist(), strict=True)
+            if state is SlotState.EMPTY
+        )
+        missing = deque(key for _, key in reversed(order))  # the busiest last: they stay
+        self.counts.hits += len(resident)
+        self.counts.loading_hits += len(loading)
+        self.counts.misses += len(missing)
+        for key in loading:
+            self.reader.promote(key)
+        self._prefetching.difference_update(loading)
+        self._needed = set(keys)
+        streaming = len(ids) >= STREAM_TOKENS and layer + 1 < self._layers
+        waiting = set(loading)
+        try:
+            self._demand(layer, missing, waiting)
+            yield [key - first for key in resident]
+            self._needed.difference_update(resident)
+            while waiting or missing:
+                self._demand(layer, missing, waiting)
+                if streaming and not missing:
+                    self._stream(layer + 1)
+                landed = waiting.intersection(self._collect(None))
+                waiting -= landed
+                yield [key - first for key in landed]
+                self._needed -= landed
+            if streaming:
+                self._stream(layer + 1)
+        finally:
+            self._needed = set()
+
+    def _demand(self, layer: int, missing: deque[int], waiting: set[int]) -> None:
+        """Starts copies of what is missing, in order, as far as AHEAD and slots allow."""
+        while missing and len(waiting) < AHEAD and self._make_room(layer, self._needed):
+            key = missing.popleft()
+            self._submit(key, demand=True)
+            waiting.add(key)
+
+    def _stream(self, coming: int) -> None:
+        """Starts copies of what the next layer lacks. Nothing that the layer at hand still needs, nor what the next one has,
+        makes room for it."""
+        keep = _Kept(self._needed, coming, self._experts)
+        most = min(STREAM_AHEAD, self.slots.count // 4)
+        for key in range(coming * self._experts, (coming + 1) * self._experts):
+            if len(self._prefetching) >= most:
+                return
+            if self.slots.state(key) is SlotState.EMPTY:
+                if not self._make_room(coming - 1, keep):
+                    return
+                self._submit(key, demand=False)
+                self._prefetching.add(key)
+
+    def _make_room(self, layer: int, protected: Container[int]) -> bool:
+        """Whether a slot is free, if need be after the policy's victim has left one."""
+        if self.slots.free:
+            return True
+        victim = self.policy.victim(layer, protected)
+        if victim is None:
+            return False
+        self.policy.drop(victim)
+        self.slots.clear(victim)
+        return True
+
+    def _submit(self, key: int, demand: bool) -> None:
+        start = self.slots.load(key)
+        runs = [
+            (self._files[run.file], run.offset, run.nbytes, start + run.place) for run in self.store.runs[key]
+        ]
+        self.reader.submit(key, runs, demand)
+
+    def _collect(self, timeout_s: float | None) -> list[int]:
+        """Keys whose copies have landed; with None waits until at least one has.
+
+        CheckpointError when a copy that is needed failed, after all that came with it were dealt with. One that nobody waits for
+        is forgotten: should it be needed, it fails then.
+        """
+        start = time.perf_counter()
+        done = self.reader.wait(0.0 if timeout_s is None else timeout_s)
+        while timeout_s is None and not done:
+            done = self.reader.wait(1.0)
+        if timeout_s is None:
+            self.counts.wait_s += time.perf_counter() - start
+        landed, failure = [], None
+        for key, error, file, offset in done:
+            self._prefetching.discard(key)
+            if error:
+                found: CheckpointError | None = read_error(
+                    str(self.store.files[file]), self.store.name(key), error, offset
+                )
+            else:
+                found = self._damage(key)
+            if found is None:
+                self.slots.ready(key)
+                self.policy.admit(key)
+                self.counts.copies += 1
+                self.counts.bytes_copied += sum(self.store.part_bytes)
+                landed.append(key)
+                continue
+            self.slots.clear(key)
+            if key in self._needed:
+                failure = found
+        if failure is not None:
+            raise failure
+        return landed
+
+    def _damage(self, key: int) -> CheckpointError | None:
+        """An error when an expert that lands for the first time holds a NaN code. Later landings are the same bytes: the reader
+        says when a file has changed."""
+        if self.format != F8 or self._looked_at[key]:
+            return None
+        start = self.slots.address(key)
+        for place, nbytes, part in zip(
+            self.store.parts[key].tolist(), self.store.part_bytes, range(3), strict=True
+        ):
+            if _native.has_nan_code(start + place, nbytes):
+                stored = self.store.checkpoint.expert_parts(*divmod(key, self._experts))[part]
+                return CheckpointError(
+                    f"{stored.file}: {stored.name} holds the NaN code of FP8 (0x7F or 0xFF); the file is damaged"
+                )
+        self._looked_at[key] = True
+        return None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What must not make room for experts of layer `coming`."""
+
+    needed: set[int]
+    coming: int
+    experts: int
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.needed or (isinstance(key, int) and key // self.experts == self.coming)

@@ -1,0 +1,87 @@
+"""Slots: rooms for experts in the fast tier, and the table through which kernels see only those that are ready."""
+
+from __future__ import annotations
+
+import mmap
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from huorn.experts.store import PAGE, ExpertStore
+from huorn.kernels.huge_pages import HugePages
+
+
+class SlotState(IntEnum):
+    """What a slot holds: nothing, an expert that is being copied, or one that kernels may read."""
+
+    EMPTY = 0
+    LOADING = 1
+    READY = 2
+
+
+class Slots:
+    """`count` slots of store.slot_bytes each. One thread writes; kernels read `table` between its calls.
+
+    `table` i64 [layers, experts, 6] has the addresses of an expert (gate, up, down, then scales) while its slot is READY and
+    zeros otherwise, so weights and scales can not be indexed apart and no kernel finds a slot that is not READY.
+    """
+
+    def __init__(self, store: ExpertStore, count: int) -> None:
+        """Takes and touches the memory of all slots, so that a shortage shows now. OSError when the system does not give it."""
+        config = store.checkpoint.config
+        self.count = count
+        self._store = store
+        self._memory = HugePages(count * store.slot_bytes).take(count * store.slot_bytes)
+        _touch(self._memory)
+        self._rows = torch.zeros(config.num_hidden_layers * config.num_experts, 6, dtype=torch.int64)
+        self.table = self._rows.view(config.num_hidden_layers, config.num_experts, 6)
+        self._place: dict[int, int] = {}  # key -> slot
+        self._states = [SlotState.EMPTY] * count
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots."""
+        return self._memory.numel()
+
+    @property
+    def free(self) -> int:
+        """Slots that are EMPTY."""
+        return len(self._free)
+
+    def state(self, key: int) -> SlotState:
+        """LOADING or READY for an expert that has a slot, EMPTY for one that has none."""
+        place = self._place.get(key)
+        return SlotState.EMPTY if place is None else self._states[place]
+
+    def address(self, key: int) -> int:
+        """Where the slot of an expert begins; a multiple of PAGE."""
+        return self._memory.data_ptr() + self._place[key] * self._store.slot_bytes
+
+    def load(self, key: int) -> int:
+        """Gives an EMPTY slot to an expert, now LOADING; returns where it begins. One must be free."""
+        assert key not in self._place
+        place = self._free.pop()
+        self._place[key], self._states[place] = place, SlotState.LOADING
+        return self.address(key)
+
+    def ready(self, key: int) -> None:
+        """All bytes of a LOADING expert are there: kernels may read it from now on."""
+        place = self._place[key]
+        assert self._states[place] is SlotState.LOADING
+        self._states[place] = SlotState.READY
+        self._rows[key] = torch.tensor(self._store.addresses(key, self.address(key)))
+
+    def clear(self, key: int) -> None:
+        """Takes the slot of an expert that no copy writes to any more."""
+        self._rows[key] = 0  # first: kernels must not find what is about to be overwritten
+        place = self._place.pop(key)
+        self._states[place] = SlotState.EMPTY
+        self._free.append(place)
+
+
+def _touch(memory: Tensor) -> None:
+    """Makes the system give every page now. Whole huge pages at a time where it can (Linux 5.14), else one write per page."""
+    memory[::PAGE] = 0
+    assert mmap.PAGESIZE <= PAGE or memory.numel() == 0
