@@ -31,5 +31,9 @@ class CheckpointError(HuornError):
     """A file of a checkpoint is missing, damaged or of another kind."""
 
 
+class TraceError(HuornError):
+    """A recorded trace that is missing, damaged or of another kind."""
+
+
 class UsageError(HuornError):
     """An argument, option or prompt that can not be used."""

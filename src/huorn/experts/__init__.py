@@ -1,1 +1,1 @@
-"""Experts between disk and RAM: where they lie, slots, policies, copies."""
+"""Experts in slots: which of them stay, and what one session remembers of them for the next."""

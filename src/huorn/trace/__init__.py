@@ -1,0 +1,1 @@
+"""Recorded routing, and what a cache policy would have made of it."""
