@@ -1,0 +1,1 @@
+"""Experts that do not fit into fast memory: how they get from disk into slots."""
