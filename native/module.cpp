@@ -1,10 +1,11 @@
-// The Python module huorn._native: kernels on raw addresses. Who calls keeps the memory alive and the shapes right; the
+// The Python module huorn._native: kernels on raw addresses, and the reader (reader_module.cpp). Who calls keeps the memory alive and the shapes right; the
 // Python classes in huorn.kernels.cpu do both.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "reader_module.h"
 #include "step.h"
 
 namespace nb = nanobind;
@@ -102,4 +103,6 @@ NB_MODULE(_native, m) {
       .def("run_plan", &Step::run_plan, "layer"_a, "pairs"_a, "pair_count"_a, "chunks"_a, "chunk_count"_a, "top_k"_a,
            "with_shared"_a)
       .def("combine", &Step::combine, "top_k"_a, "hidden"_a, nb::call_guard<nb::gil_scoped_release>());
+
+  bind_reader(m);
 }
