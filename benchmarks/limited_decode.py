@@ -63,7 +63,8 @@ def run(arm: str, folder: Path, limit: int, tokens: int) -> dict[str, float]:
         how = ["--memory", str(limit)] if arm == "slots" else ["--mapped", arm]
         command = [
             str(Path(sys.executable).with_name("huorn")), "bench", "decode", "--model", str(folder), "--repeats", "1",
-            "--context", str(CONTEXT), "--prompt-tokens", "16", "--max-tokens", str(tokens), "--no-yardstick", "--json", out.name, *how,
+            "--context", str(CONTEXT), "--prompt-tokens", "16", "--max-tokens", str(tokens), "--no-yardstick",
+            "--json", out.name, *how,
         ]  # fmt: skip
         try:
             subprocess.run(command, check=True, capture_output=True, preexec_fn=group.enter)

@@ -31,5 +31,5 @@ def test_sizes(text: str, expected: int) -> None:
     "text", ["", "-1", "-1GiB", "0", "0GiB", "GiB", "12XB", "1e9", "nan", "inf", "12 G iB", "0.1B", "1,5GiB"]
 )
 def test_everything_else_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--memory is .* must be a size such as 12GiB"):
+    with pytest.raises(UsageError, match=r"--memory is .* must be a size such as 12GiB"):
         parse_bytes(text, "--memory")

@@ -20,7 +20,7 @@ from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from huorn import _native
 from huorn.assets import EMBEDDED_MODEL
 from huorn.checkpoint.reader import Checkpoint
-from huorn.errors import CheckpointError, UsageError
+from huorn.errors import CheckpointError
 from huorn.kernels.isa import ALL, available
 from huorn.model.cpu_decoder import CpuDecoder
 from huorn.model.cpu_experts import MappedTable, ResidentTable

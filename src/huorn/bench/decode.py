@@ -93,7 +93,7 @@ class DecodeBench:
 
 @dataclass(frozen=True)
 class _Run:
-    """One request: seconds of prefill and of the decode steps, and per step what the kernels read, Python spent, and slots did."""
+    """One request: seconds of prefill and of the decode steps; per step what kernels read, Python spent, and slots did."""
 
     prefill_s: float
     decode_s: float

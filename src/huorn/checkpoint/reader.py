@@ -205,10 +205,11 @@ class Checkpoint:
         info = self._info(name)
         file, experts = self._files[info.file], self.config.num_experts
         self._used.add(info.name)
-        if allocate is not None:
-            data = file.read(info.name, allocate, expert, experts)
-        else:
-            data = file.view(info.name)[expert]
+        data = (
+            file.view(info.name)[expert]
+            if allocate is None
+            else file.read(info.name, allocate, expert, experts)
+        )
         return Weight(data, name=f"{info.file}: {info.name}[{expert}]")
 
 

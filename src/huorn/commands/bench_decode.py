@@ -47,8 +47,8 @@ def _slot_lines(result: DecodeBench) -> list[str]:
     ):
         return []
     return [
-        f"{100 * result.hit_rate:.1f} % of experts were in a slot, {format_bytes(round(result.disk_bytes_per_token))} from disk and "
-        f"{1e3 * result.demand_wait_s_per_token:.1f} ms of waiting a step"
+        f"{100 * result.hit_rate:.1f} % of experts were in a slot, {format_bytes(round(result.disk_bytes_per_token))} from disk "
+        f"and {1e3 * result.demand_wait_s_per_token:.1f} ms of waiting a step"
     ]
 
 

@@ -190,7 +190,7 @@ class ExpertCache:
             self._prefetching.discard(key)
             if error:
                 found: CheckpointError | None = read_error(
-                    str(self.store.files[file]), self.store.name(key), error, offset
+                    self.store.files[file], self.store.name(key), error, offset
                 )
             else:
                 found = self._damage(key)

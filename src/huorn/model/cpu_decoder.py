@@ -204,7 +204,8 @@ class CpuDecoder:
         shared = True
         for ready in self.experts.waves(number, ids):
             if shared or ready:
-                step.run_plan(experts, *plan.only(ready).addresses, top_k, shared)
+                part = plan.only(ready)  # alive while the kernels read it
+                step.run_plan(experts, *part.addresses, top_k, shared)
                 shared = False
         step.combine(top_k, self.config.hidden_size)
 
