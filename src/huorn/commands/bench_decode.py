@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from huorn.memory import format_bytes
 def bench_decode(choice: ModelChoice, request: Request, json_path: Path | None) -> None:
     """Measure and print medians with the range."""
     check_json_path(json_path)
-    session = choice.open()
-    result = measure(session, request)
+    with closing(choice.open()) as session:
+        result = measure(session, request)
     kernels = f"{session.backend} ({result.isa})" if result.isa else session.backend
     print(
         f"{session.directory.name}, {kernels}, {session.threads} threads, {session.decoder.precision.value}, "

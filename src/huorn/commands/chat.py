@@ -6,7 +6,7 @@ import importlib
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,10 @@ def chat(
     check_json_path(json_path)
     settings = replace(settings, stop=tuple(argument_text(value, "--stop") for value in settings.stop))
     messages = _opening(system, load)
-    session = choice.open()
-    talk = _Talk(Conversation(session, settings, messages))
-    note(f"{session.directory.name}, {context_cost(session)}; {COMMANDS}; Ctrl-C stops an answer")
-    talk.hold()
+    with closing(choice.open()) as session:
+        talk = _Talk(Conversation(session, settings, messages))
+        note(f"{session.directory.name}, {context_cost(session)}; {COMMANDS}; Ctrl-C stops an answer")
+        talk.hold()
     answers = {
         "stop": settings.stop,
         "max_tokens": settings.max_tokens,

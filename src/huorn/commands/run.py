@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,17 +31,17 @@ def run(
         raise UsageError("the prompt is empty, but the model needs at least one character to go on from")
     stop = [argument_text(value, "--stop") for value in stop]
     check_limits(max_tokens, stop)
-    session = choice.open()
-    prompt_ids = encode(session.tokenizer, text)
-    generation = Generation(session, prompt_ids, sampling, max_tokens, stop, started=started_at())
-    out = ModelText()
-    for piece in generation:
-        out.write(piece)
-    out.close_line()
-    stats = generation.stats
-    note(f"{speed_line(stats)}, {context_cost(session)}")
-    settings = {"max_tokens": max_tokens, "stop": stop, **asdict(sampling), **describe(session)}
-    write_json(json_path, {**asdict(stats), "settings": settings})
+    with closing(choice.open()) as session:
+        prompt_ids = encode(session.tokenizer, text)
+        generation = Generation(session, prompt_ids, sampling, max_tokens, stop, started=started_at())
+        out = ModelText()
+        for piece in generation:
+            out.write(piece)
+        out.close_line()
+        stats = generation.stats
+        note(f"{speed_line(stats)}, {context_cost(session)}")
+        settings = {"max_tokens": max_tokens, "stop": stop, **asdict(sampling), **describe(session)}
+        write_json(json_path, {**asdict(stats), "settings": settings})
 
 
 def speed_line(stats: GenerationStats) -> str:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
 from huorn import _native
 from huorn.checkpoint.reader import Checkpoint
 from huorn.engine.fast_tier import FastTier, Residency, plan_fast_tier
@@ -11,6 +16,7 @@ from huorn.experts.policy import make_policy
 from huorn.experts.reader import LANES, STRIPE_BYTES
 from huorn.experts.slots import Slots
 from huorn.experts.store import ExpertStore
+from huorn.experts.warm import checkpoint_identity, load_warm
 from huorn.kernels import isa
 from huorn.model.cpu_decoder import CpuDecoder
 from huorn.model.cpu_experts import ExpertTable, MappedTable
@@ -25,9 +31,21 @@ def open_cpu_decoder(
     that is not everything. Raises CheckpointError, UsageError."""
     tier = plan_fast_tier(checkpoint, asked, context, precision, threads)
     runtime = _native.Runtime(threads, isa.chosen())
+    scores = None if asked.warm is None else _saved(asked.warm, checkpoint)
     cache = None if tier.store is None else open_cache(tier.store, tier.slots, asked.policy)
+    if cache is not None and scores is not None:
+        cache.warm_up(scores)
     table: ExpertTable | None = cache if asked.mapped is None else MappedTable(checkpoint, asked.mapped)
     return load_cpu_decoder(checkpoint, precision, runtime, table), tier, cache
+
+
+def _saved(warm: Path, checkpoint: Checkpoint) -> NDArray[np.float64] | None:
+    """What an earlier session wrote; None when there was none. UsageError when it could not be written at the end of this one."""
+    if warm.exists():
+        return load_warm(warm, checkpoint_identity(checkpoint))
+    if not warm.parent.is_dir():
+        raise UsageError(f"--warm {warm} can not be written: {warm.parent} is no folder; name a file in one")
+    return None
 
 
 def open_cache(store: ExpertStore, slots: int, policy: str) -> ExpertCache:

@@ -18,6 +18,7 @@ from huorn.engine.template import ChatTemplate
 from huorn.engine.tokenizer import load_tokenizer
 from huorn.errors import CheckpointError, UsageError
 from huorn.experts.cache import ExpertCache
+from huorn.experts.warm import checkpoint_identity, save_warm
 from huorn.machine.facts import allowed_cores, usable_cores
 from huorn.machine.limits import cpu_quota
 from huorn.memory import format_bytes
@@ -41,6 +42,7 @@ class Session:
     decoder: LanguageModel
     tier: FastTier | None  # what is in RAM; None for the reference backend
     cache: ExpertCache | None  # where experts are in slots
+    warm: Path | None  # the file that `close` writes
     context: int  # tokens, prompt and answer together
     threads: int
     stop_ids: frozenset[int]
@@ -82,6 +84,7 @@ class Session:
             decoder=decoder,
             tier=tier,
             cache=cache,
+            warm=asked.warm,
             context=context,
             threads=threads,
             stop_ids=_stop_ids(directory, checkpoint.config, tokenizer),
@@ -94,6 +97,11 @@ class Session:
         if self.cache is not None and not self.cache.direct:
             found.append("direct reads are not possible here: experts are read through the page cache")
         return tuple(found)
+
+    def close(self) -> None:
+        """Write down what the cache found worth keeping, where --warm names a file. UsageError when it can not be written."""
+        if self.warm is not None and self.cache is not None:
+            save_warm(self.warm, checkpoint_identity(self.cache.store.checkpoint), self.cache.policy.scores())
 
     def new_state(self) -> PrefixState:
         """Return an empty state with room for `context` tokens. Raises UsageError when the machine has no memory for it."""

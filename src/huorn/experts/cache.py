@@ -67,7 +67,9 @@ class ExpertCache:
         self._needed: set[int] = (
             set()
         )  # keys of the layer call at hand that are not computed yet: they keep their slots
-        self._prefetching: set[int] = set()  # keys under way that nobody waits for
+        self._prefetching: dict[
+            int, None
+        ] = {}  # keys under way that nobody waits for, in the order of submission
 
     @property
     def direct(self) -> bool:
@@ -94,7 +96,7 @@ class ExpertCache:
 
         CheckpointError when one can not be copied or is damaged; slots and counts are as if it had not been asked for.
         """
-        self._collect(0.0)
+        self.settle()
         self.policy.use(layer, ids)
         first = layer * self._experts
         active, counts = np.unique(ids, return_counts=True)
@@ -113,7 +115,7 @@ class ExpertCache:
         self.counts.misses += len(missing)
         for key in loading:
             self.reader.promote(key)
-        self._prefetching.difference_update(loading)
+            self._prefetching.pop(key, None)
         self._needed = set(keys)
         streaming = len(ids) >= STREAM_TOKENS and layer + 1 < self._layers
         waiting = set(loading)
@@ -127,12 +129,28 @@ class ExpertCache:
                     self._stream(layer + 1)
                 landed = waiting.intersection(self._collect(None))
                 waiting -= landed
+                lost = {key for key in waiting if self.slots.state(key) is SlotState.EMPTY}
+                missing.extend(lost)
+                waiting -= lost
                 yield [key - first for key in landed]
                 self._needed -= landed
             if streaming:
                 self._stream(layer + 1)
         finally:
             self._needed = set()
+
+    def warm_up(self, scores: NDArray[np.float64]) -> None:
+        """Starts to fill the slots with the experts of the largest scores > 0, float64 [layers, experts], of an earlier
+        session. They land while the first prompt is read; what it misses comes before them."""
+        self.policy.start_from(scores)
+        best = np.argsort(-scores.ravel(), kind="stable")[: self.slots.free].tolist()
+        for key in best:
+            if scores.flat[key] > 0 and self.slots.state(key) is SlotState.EMPTY:
+                self._submit(key, demand=False)
+
+    def settle(self) -> None:
+        """Takes note of copies that have landed since the last call. CheckpointError never: nobody waits for them."""
+        self._collect(0.0)
 
     def _demand(self, layer: int, missing: deque[int], waiting: set[int]) -> None:
         """Starts copies of what is missing, in order, as far as AHEAD and slots allow."""
@@ -153,18 +171,27 @@ class ExpertCache:
                 if not self._make_room(coming - 1, keep):
                     return
                 self._submit(key, demand=False)
-                self._prefetching.add(key)
 
     def _make_room(self, layer: int, protected: Container[int]) -> bool:
-        """Whether a slot is free, if need be after the policy's victim has left one."""
+        """Whether a slot is free, if need be after the policy's victim has left one, or a copy that nobody waits for and that has
+        not started."""
         if self.slots.free:
             return True
         victim = self.policy.victim(layer, protected)
         if victim is None:
-            return False
+            return self._cancel_one()
         self.policy.drop(victim)
         self.slots.clear(victim)
         return True
+
+    def _cancel_one(self) -> bool:
+        """Whether the last prefetch that had not started yet was taken back."""
+        for key in reversed(list(self._prefetching)):
+            if self.reader.cancel(key):
+                del self._prefetching[key]
+                self.slots.clear(key)
+                return True
+        return False
 
     def _submit(self, key: int, demand: bool) -> None:
         start = self.slots.load(key)
@@ -172,6 +199,8 @@ class ExpertCache:
             (self._files[run.file], run.offset, run.nbytes, start + run.place) for run in self.store.runs[key]
         ]
         self.reader.submit(key, runs, demand)
+        if not demand:
+            self._prefetching[key] = None
 
     def _collect(self, timeout_s: float | None) -> list[int]:
         """Keys whose copies have landed; with None waits until at least one has.
@@ -182,12 +211,15 @@ class ExpertCache:
         start = time.perf_counter()
         done = self.reader.wait(0.0 if timeout_s is None else timeout_s)
         while timeout_s is None and not done:
+            if not self.reader.in_flight:
+                self._forget_lost()
+                return []
             done = self.reader.wait(1.0)
         if timeout_s is None:
             self.counts.wait_s += time.perf_counter() - start
         landed, failure = [], None
         for key, error, file, offset in done:
-            self._prefetching.discard(key)
+            self._prefetching.pop(key, None)
             if error:
                 found: CheckpointError | None = read_error(
                     self.store.files[file], self.store.name(key), error, offset
@@ -207,6 +239,13 @@ class ExpertCache:
         if failure is not None:
             raise failure
         return landed
+
+    def _forget_lost(self) -> None:
+        """Empties slots whose copy has ended without this thread having heard: Ctrl-C can come between the reader's answer and
+        its first line here."""
+        for key in self.slots.loading():
+            self.slots.clear(key)
+        self._prefetching.clear()
 
     def _damage(self, key: int) -> CheckpointError | None:
         """An error when an expert that lands for the first time holds a NaN code. Later landings are the same bytes: the reader

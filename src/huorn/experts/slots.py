@@ -55,6 +55,10 @@ class Slots:
         place = self._place.get(key)
         return SlotState.EMPTY if place is None else self._states[place]
 
+    def loading(self) -> list[int]:
+        """Keys of experts that are LOADING."""
+        return [key for key, place in self._place.items() if self._states[place] is SlotState.LOADING]
+
     def address(self, key: int) -> int:
         """Where the slot of an expert begins; a multiple of PAGE."""
         return self._memory.data_ptr() + self._place[key] * self._store.slot_bytes
