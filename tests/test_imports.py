@@ -14,6 +14,8 @@ ALLOWED = {
     "schedule": set[str](),
     "kernels": {"_native", "checkpoint"},
     "model": {"_native", "checkpoint", "kernels", "schedule"},
+    "experts": {"checkpoint"},
+    "trace": {"experts"},
     "machine": set[str](),
     "experts": {"_native", "checkpoint", "kernels"},
     "memory": {"checkpoint", "machine", "model", "schedule"},

@@ -108,7 +108,7 @@ def load_warm(path: Path, identity: CheckpointIdentity) -> NDArray[np.float64]:
             f"{path} is damaged or no warm start file ({where + ': ' if where else ''}{first['msg']}); {_WHAT_TO_DO}"
         ) from error
     _refuse_other(path, content.checkpoint, identity)
-    if {len(row) for row in content.scores} | {len(content.scores)} != {identity.experts} | {identity.layers}:
+    if [len(row) for row in content.scores] != [identity.experts] * identity.layers:
         raise UsageError(
             f"{path} is damaged: its scores are not {identity.layers} x {identity.experts} numbers; {_WHAT_TO_DO}"
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,9 @@ from huorn.errors import TraceError, reason
 
 FIRST_LINE = "# route_trace v1"
 COLUMNS = "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes"
-_SHAPE = re.compile(r"# model=(.*) arch=(\S+) n_layer=(\d{1,6}) n_expert=(\d{1,6}) n_expert_used=(\d{1,6})")
-_BYTES = re.compile(r"# layer=(\d{1,6}) expert_bytes=(\d{1,15})(?: .*)?")
-_DECODE = 1  # of column phase; 0 is prefill
+_SHAPE = re.compile(r"# model=(.*) arch=(\S+) n_layer=(\d{1,4}) n_expert=(\d{1,5}) n_expert_used=(\d{1,5})")
+_BYTES = re.compile(r"# layer=(\d{1,4}) expert_bytes=(\d{1,15})(?: .*)?")
+PREFILL, DECODE = 0, 1  # of column phase
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,72 +49,105 @@ class RouteTrace:
 def read_route_csv(path: Path) -> RouteTrace:
     """Reads a whole trace. Raises TraceError naming file, line and what would be right."""
     try:
-        text = path.read_bytes().decode()
-    except OSError as error:
-        raise TraceError(f"{path} can not be read: {reason(error)}") from error
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path} is not a route trace: byte {error.start} is no UTF-8") from error
-    lines = text.splitlines()
+        lines = path.read_bytes().decode().splitlines()
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or NUL in the path
+        raise TraceError(f"{path} can not be read as a route trace: {reason(error)}") from error
     if not lines or lines[0] != FIRST_LINE:
         raise TraceError(f"{path} is not a route trace: its first line is not {FIRST_LINE!r}")
-    start = next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    if start == len(lines) or lines[start] != COLUMNS:
-        raise TraceError(f"{path}: line {start + 1} does not name the columns {COLUMNS}")
-    shapes = [found for line in lines[1:start] if (found := _SHAPE.fullmatch(line))]
-    if len(shapes) != 1:
+    end = next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    if end == len(lines) or lines[end] != COLUMNS:
+        raise TraceError(f"{path}: line {end + 1} does not name the columns {COLUMNS}")
+    model, shape, expert_bytes = _header(path, lines[1:end])
+    calls = _calls(path, _tokens(path, lines, end + 1, shape))
+    return RouteTrace(model, shape.layers, shape.experts, shape.top_k, expert_bytes, calls)
+
+
+class _Shape(NamedTuple):
+    layers: int
+    experts: int
+    top_k: int
+
+
+def _header(path: Path, lines: list[str]) -> tuple[str, _Shape, tuple[int, ...]]:
+    """Model, its shape, and the bytes of an expert of each layer."""
+    found = [match for line in lines if (match := _SHAPE.fullmatch(line))]
+    if len(found) != 1:
         raise TraceError(
-            f"{path} has {len(shapes)} header lines with model, n_layer, n_expert and n_expert_used instead of one"
+            f"{path} has {len(found)} header lines with model, n_layer, n_expert and n_expert_used instead of one"
         )
-    layers, experts, top_k = (int(number) for number in shapes[0].groups()[2:])
-    if not (layers and 1 <= top_k <= experts):
+    shape = _Shape(*(int(number) for number in found[0].groups()[2:]))
+    if not (shape.layers and 1 <= shape.top_k <= shape.experts):
         raise TraceError(
-            f"{path}: its header claims {layers} layers with {top_k} of {experts} experts per token"
+            f"{path}: its header claims {shape.layers} layers, {shape.top_k} of {shape.experts} experts"
         )
-    sizes = {int(found[1]): int(found[2]) for line in lines[1:start] if (found := _BYTES.fullmatch(line))}
-    expert_bytes = tuple(sizes.get(layer, 0) for layer in range(layers))
+    sizes = {int(match[1]): int(match[2]) for line in lines if (match := _BYTES.fullmatch(line))}
+    expert_bytes = tuple(sizes.get(layer, 0) for layer in range(shape.layers))
     if not all(expert_bytes):
         raise TraceError(
-            f"{path}: its header does not say how many bytes an expert of layer {expert_bytes.index(0)} has"
+            f"{path}: its header does not say how large an expert of layer {expert_bytes.index(0)} is"
         )
-    calls = tuple(_calls(path, lines, start + 1, (layers, top_k, experts)))
-    if not calls:
-        raise TraceError(f"{path} records no token")
-    return RouteTrace(shapes[0][1], layers, experts, top_k, expert_bytes, calls)
+    return found[0][1], shape, expert_bytes
 
 
-def _calls(path: Path, lines: list[str], start: int, shape: tuple[int, int, int]) -> Iterator[LayerCall]:
-    """The layer calls of the rows from line `start`: turn after turn, its prefill before its decode, layer after layer."""
-    layers, top_k, experts = shape
-    tokens: dict[
-        tuple[int, int, int, int], list[int]
-    ] = {}  # (turn, phase, step, layer) -> expert of each rank, or -1
+class _Place(NamedTuple):
+    """Of one token in one layer; sorted, places are in the order in which the layers ran."""
+
+    turn: int
+    phase: int
+    step: int
+    layer: int
+
+
+def _tokens(path: Path, lines: list[str], start: int, shape: _Shape) -> dict[_Place, list[int]]:
+    """The expert of each rank, from the rows that begin at line `start`; -1 where no row gives one."""
+    tokens: dict[_Place, list[int]] = {}
     for number, line in enumerate(lines[start:], start + 1):
+        cells = line.split(",")
         try:
-            turn, phase, step, layer, rank, expert = map(int, line.split(",")[:6])
-            if line.count(",") != COLUMNS.count(","):
-                raise ValueError
+            turn, phase, step, layer, rank, expert = map(int, cells[:6])
         except ValueError:
-            raise TraceError(f"{path}: line {number} is no row of {COLUMNS}") from None
-        if not (
-            turn >= 0 <= step
-            and phase in (0, _DECODE)
-            and 0 <= layer < layers
-            and 0 <= rank < top_k
-            and 0 <= expert < experts
-        ):
+            cells = []
+        if len(cells) != COLUMNS.count(",") + 1:
+            raise TraceError(f"{path}: line {number} is no row of {COLUMNS}")
+        inside = 0 <= layer < shape.layers and 0 <= rank < shape.top_k and 0 <= expert < shape.experts
+        if not (inside and turn >= 0 and phase in (PREFILL, DECODE) and step >= 0):
             raise TraceError(
-                f"{path}: line {number} leaves the {layers} layers, {top_k} ranks and {experts} experts of the header"
+                f"{path}: line {number} leaves the {shape.layers} layers, {shape.top_k} ranks and {shape.experts} "
+                "experts of the header, or the phases 0 and 1"
             )
-        chosen = tokens.setdefault((turn, phase, step, layer), [-1] * top_k)
+        chosen = tokens.setdefault(_Place(turn, phase, step, layer), [-1] * shape.top_k)
         if chosen[rank] >= 0 or expert in chosen:
             raise TraceError(f"{path}: line {number} repeats a rank or an expert of its token")
         chosen[rank] = expert
-    calls: dict[tuple[int, int, int, int], list[list[int]]] = defaultdict(list)
-    for (turn, phase, step, layer), chosen in sorted(tokens.items()):
+    return tokens
+
+
+def _calls(path: Path, tokens: dict[_Place, list[int]]) -> tuple[LayerCall, ...]:
+    """Tokens put together into layer calls: a prefill is one per turn and layer, decode one per step and layer."""
+    calls: dict[_Place, list[list[int]]] = defaultdict(list)
+    layers: dict[_Place, set[int]] = defaultdict(set)  # of each decode step
+    for place, chosen in sorted(tokens.items()):
         if -1 in chosen:
             raise TraceError(
-                f"{path}: turn {turn}, phase {phase}, step {step}, layer {layer} lacks rank {chosen.index(-1)}"
+                f"{path}: {_words(place)}, layer {place.layer} has no expert of rank {chosen.index(-1)}"
             )
-        calls[turn, phase, step if phase == _DECODE else 0, layer].append(chosen)
-    for (_, phase, _, layer), rows in sorted(calls.items()):
-        yield LayerCall(layer, np.array(rows, dtype=np.int32), phase == _DECODE)
+        call = place if place.phase == DECODE else place._replace(step=0)
+        calls[call].append(chosen)
+        if place.phase == DECODE:
+            layers[place._replace(layer=0)].add(place.layer)
+    if not calls:
+        raise TraceError(f"{path} records no token")
+    every = set().union(*layers.values())
+    for step, seen in layers.items():
+        if seen != every:
+            raise TraceError(
+                f"{path}: {_words(step)} lacks layer {min(every - seen)}; the trace was cut short"
+            )
+    return tuple(
+        LayerCall(place.layer, np.array(rows, dtype=np.int32), place.phase == DECODE)
+        for place, rows in sorted(calls.items())
+    )
+
+
+def _words(place: _Place) -> str:
+    return f"turn {place.turn}, {'decode' if place.phase == DECODE else 'prefill'} step {place.step}"
