@@ -174,6 +174,22 @@ def synth(
     command(preset, out, layers, seed, manifest)
 
 
+@app.command()
+def plan(
+    model: opt.Model = None,
+    memory: opt.Memory = None,
+    slots: opt.Slots = None,
+    context: opt.ContextTokens = None,
+    threads: opt.Threads = None,
+    json: opt.Json = None,
+) -> None:
+    """Show what a model would take of a size of memory, and about how fast it would decode; nothing is loaded."""
+    from huorn.commands.model_choice import residency
+    from huorn.commands.plan import plan as command
+
+    command(model, residency(memory, slots, None, None), context, threads, json)
+
+
 @bench_app.command("decode")
 def bench_decode(
     model: opt.Model = None,

@@ -59,6 +59,12 @@ class MemoryBudget:
         return sum(line.bytes for line in self.lines if line.resident)
 
     @property
+    def read_per_token_bytes(self) -> int:
+        """Of weights that every token needs but the embedding, of which it reads a row."""
+        groups = {*_GROUPS, _REST} - {"embedding", "routed experts"}
+        return sum(line.bytes for line in self.lines if line.name in groups)
+
+    @property
     def mapped_bytes(self) -> int:
         """Bytes that are read from the checkpoint when they are used."""
         return sum(line.bytes for line in self.lines if not line.resident)

@@ -35,7 +35,7 @@ from huorn.model.state import DecodeState
 from .scripted_reader import Order, ScriptedReader, all_at_once, all_reversed, one_by_one, shuffled
 
 TOKENS = 2000
-LONG = 150  # of the drawn cases
+LONG = 80  # of the drawn cases
 ORDERS: dict[str, Order] = {"one by one": one_by_one, "at once": all_at_once, "reversed": all_reversed}
 
 
@@ -130,7 +130,7 @@ def test_prefill(tokens: int, count: int) -> None:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> list[int]:
-    lengths = draw(st.lists(st.sampled_from([1, 1, 1, 2, 3, 4, 5, 17, 64, 70]), min_size=1, max_size=12))
+    lengths = draw(st.lists(st.sampled_from([1, 1, 1, 2, 3, 4, 5, 17, 64, 70]), min_size=1, max_size=8))
     while sum(lengths) > LONG:
         lengths.pop()
     return lengths or [LONG]

@@ -59,10 +59,10 @@ class Session:
         oracle); `residency` limits the memory that it takes. What is cheap to check is checked before weights are loaded.
         Raises UsageError, CheckpointError.
         """
-        directory = _existing(directory)
+        directory = existing_model(directory)
         threads = checked_threads(threads)
         checkpoint = Checkpoint.open(directory)
-        context = _checked_context(context, checkpoint.config)
+        context = checked_context(context, checkpoint.config)
         tokenizer = load_tokenizer(directory, checkpoint.config.vocab_size)
         template = ChatTemplate.load(directory)
         # The kernels have threads of their own; torch, which then only samples, would spin against them.
@@ -137,7 +137,8 @@ def text_problems(directory: Path) -> list[str]:
     return list(problems)
 
 
-def _existing(directory: Path | None) -> Path:
+def existing_model(directory: Path | None) -> Path:
+    """The folder of a checkpoint, the embedded model's for None. Raises UsageError when there is none."""
     if directory is None:
         if not (EMBEDDED_MODEL / "config.json").is_file():
             raise UsageError("this installation has no embedded model: name a checkpoint folder with --model")
@@ -160,7 +161,8 @@ def checked_threads(threads: int | None) -> int:
     return threads
 
 
-def _checked_context(context: int | None, config: ModelConfig) -> int:
+def checked_context(context: int | None, config: ModelConfig) -> int:
+    """Tokens asked for, or 4096, or what the model was made for if that is less. Raises UsageError."""
     longest = config.max_position_embeddings
     if context is None:
         return min(DEFAULT_CONTEXT, longest)
