@@ -1,1 +1,1 @@
-"""Experts that do not fit into fast memory: how they get from disk into slots."""
+"""Experts between disk and RAM: where they lie, slots, policies, copies."""
