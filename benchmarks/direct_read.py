@@ -5,8 +5,8 @@ Reads random pieces of 3 MiB at odd offsets, as experts lie in shards, past the 
     python benchmarks/direct_read.py --model DIR
     python benchmarks/direct_read.py --model DIR --lanes 2 4 8 --stripe-kib 256 1024 --engine io_uring
 
-Columns: many copies at once in GB/s, CPU seconds per GB of them (kernel and user, all threads), and the time of one copy alone,
-as of a miss that a layer waits for (median, 90th percentile). The settings take turns, pair by pair, since the disk's speed drifts.
+Columns: many copies at once in GB/s; CPU seconds per GB of them (kernel and user, all threads); the time of one copy alone, as of
+a miss that a layer waits for (median, 90th percentile). The settings take turns, round by round, since the disk's speed drifts.
 """
 
 from __future__ import annotations

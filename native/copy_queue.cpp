@@ -115,7 +115,7 @@ bool Request::advance(int64_t result) {
   uint64_t end = offset() + static_cast<uint64_t>(result);
   // A direct read that goes on inside a block reads its beginning again: no news is the end of the file.
   if (end <= reached_) {
-    failure_ = {kTruncated, file_->number(), reached_};
+    failure_ = file_->truncated_before(reached_);
     return true;
   }
   reached_ = end;

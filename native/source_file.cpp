@@ -1,5 +1,6 @@
 #include "source_file.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <system_error>
 
@@ -58,6 +59,12 @@ Failure SourceFile::check(uint64_t begin, uint64_t end) const {
   uint64_t size = static_cast<uint64_t>(now.st_size);
   if (size < end) return {kTruncated, number_, size};
   return {kChanged, number_, begin};
+}
+
+Failure SourceFile::truncated_before(uint64_t offset) const {
+  struct stat now {};
+  if (fstat(descriptor_, &now) == 0) offset = std::min(offset, static_cast<uint64_t>(now.st_size));
+  return {kTruncated, number_, offset};
 }
 
 }  // namespace huorn

@@ -39,6 +39,9 @@ class SourceFile {
   // size or time of change than at first, an errno when the system does not tell.
   Failure check(uint64_t begin, uint64_t end) const;
 
+  // After a read that found nothing at `offset`: where the file ends, which may be far before.
+  Failure truncated_before(uint64_t offset) const;
+
  private:
   int number_;
   int descriptor_;

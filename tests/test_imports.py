@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "huorn"
 ALLOWED = {
     "checkpoint": {"_native"},
     "schedule": set[str](),
+    "experts": set[str](),
     "kernels": {"_native", "checkpoint"},
     "model": {"_native", "checkpoint", "kernels", "schedule"},
     "experts": {"_native", "checkpoint", "kernels"},

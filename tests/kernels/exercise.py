@@ -1,4 +1,5 @@
-"""Calls every kernel of one variant with small odd shapes: what `make sanitize` runs under AddressSanitizer and UBSan.
+"""Calls every kernel of one variant with small odd shapes, and the reader: what `make sanitize` runs under AddressSanitizer and
+UBSan.
 
 Not a test module: results are only looked at for being finite. `python tests/kernels/exercise.py FOLDER ISA ...`, FOLDER being
 where the sanitized _native module lies.
@@ -6,8 +7,10 @@ where the sanitized _native module lies.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -197,11 +200,44 @@ class Exercise:
             assert torch.isfinite(x).all()
 
 
+def read_files(native: Any) -> None:
+    """Copies of all kinds on both engines: whole, cancelled, promoted, failing, and left behind by a reader that ends."""
+    block, count = 4096, 60
+    contents = torch.randint(0, 256, (100_003,), dtype=torch.uint8).numpy().tobytes()
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(contents)
+        file.flush()
+        for direct, uring in ((True, True), (False, True), (True, False), (False, False)):
+            reader = native.Reader(3, block, direct, uring)
+            number = reader.add_file(file.name)
+            room = torch.zeros(count * 6 * block + block, dtype=torch.uint8)
+            start = -(-room.data_ptr() // block) * block
+            placed = {}
+            for key in range(count):
+                offset = key * 1_717 % 90_000
+                placed[key] = offset, start + key * 6 * block + offset % block
+                reader.submit(key, [(number, offset, 20_000, placed[key][1])], key % 4 == 0)
+            for key in range(30, count):
+                assert (reader.promote if key % 2 else reader.cancel)(key) in (True, False)
+            while reader.in_flight:
+                for key, error, _, where in reader.wait(10.0):
+                    offset, address = placed[key]
+                    if error == 0:
+                        landed = room[address - room.data_ptr() :][: len(contents[offset : offset + 20_000])]
+                        assert landed.numpy().tobytes() == contents[offset : offset + 20_000]
+                    assert error in (0, errno.ECANCELED) or (error == -1 and where == len(contents))
+            for key, (offset, address) in placed.items():
+                reader.submit(key, [(number, offset, 20_000, address)], False)
+            del reader
+
+
 def main(folder: str, isas: list[str]) -> None:
     """Everything for each ISA that this machine has."""
     sys.path.insert(0, folder)
     native = importlib.import_module("_native")
     torch.manual_seed(0)
+    read_files(native)
+    print("reader: every kind of copy ran")
     for isa in isas or native.isas():
         exercise = Exercise(native, isa)
         for kind in (F8, BF16, F32):
