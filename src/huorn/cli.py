@@ -62,6 +62,7 @@ def run(
     threads: opt.Threads = None,
     precision: opt.PrecisionChoice = "bf16",
     backend: opt.BackendChoice = "cpu",
+    lm_head: opt.LmHeadChoice = "two-pass",
     json: opt.Json = None,
 ) -> None:
     """Continue a prompt: the text goes to stdout as it is generated, a line with speed and memory to stderr."""
@@ -74,7 +75,7 @@ def run(
     )
     command(
         prompt,
-        ModelChoice(model, context, threads, precision, backend),
+        ModelChoice(model, context, threads, precision, backend, lm_head),
         sampling,
         max_tokens,
         stop or [],
@@ -104,6 +105,7 @@ def chat(
     threads: opt.Threads = None,
     precision: opt.PrecisionChoice = "bf16",
     backend: opt.BackendChoice = "cpu",
+    lm_head: opt.LmHeadChoice = "two-pass",
     json: opt.Json = None,
 ) -> None:
     """Talk with a model, line by line. /reset forgets, /save FILE writes, /quit ends; Ctrl-C stops an answer."""
@@ -116,7 +118,7 @@ def chat(
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, _seed(seed)
     )
     settings = AnswerSettings(sampling, max_tokens, tuple(stop or ()), think)
-    command(ModelChoice(model, context, threads, precision, backend), settings, system, load, json)
+    command(ModelChoice(model, context, threads, precision, backend, lm_head), settings, system, load, json)
 
 
 @app.command()
@@ -171,6 +173,7 @@ def bench_decode(
     threads: opt.Threads = None,
     precision: opt.PrecisionChoice = "bf16",
     backend: opt.BackendChoice = "cpu",
+    lm_head: opt.LmHeadChoice = "two-pass",
     json: opt.Json = None,
 ) -> None:
     """Measure prefill and decode speed, and what decoding reads from RAM beside what RAM gives."""
@@ -179,7 +182,7 @@ def bench_decode(
     from huorn.commands.model_choice import ModelChoice
 
     request = Request(prompt_tokens, max_tokens, repeats, sequences)
-    command(ModelChoice(model, context, threads, precision, backend), request, json)
+    command(ModelChoice(model, context, threads, precision, backend, lm_head), request, json)
 
 
 @bench_app.command("kernels")

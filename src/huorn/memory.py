@@ -18,6 +18,7 @@ from huorn.model.cpu_load import stored_bytes
 from huorn.model.load import EXPAND_LIMIT_BYTES, expanded_bytes
 from huorn.model.precision import Precision
 from huorn.model.state import state_bytes
+from huorn.model.tables import LmHead, Tables
 
 # First match wins; what no pattern matches is a router, a shared expert's gate or a norm.
 _GROUPS = {
@@ -76,25 +77,30 @@ def checkpoint_budget(
     context: int,
     precision: Precision,
     backend: Backend = "cpu",
+    lm_head: LmHead = "two-pass",
     expand_limit_bytes: int = EXPAND_LIMIT_BYTES,
 ) -> MemoryBudget:
     """Budget of an open checkpoint, from its headers alone: no tensor is read.
 
-    The native kernels hold weights as stored (in F32 precision all expanded), and the experts too where all fits into what is
-    free now, as in Session.open. The reference backend holds a model within `expand_limit_bytes` in F32, as in load_decoder.
+    The native kernels hold weights as stored (in F32 precision all expanded) but for the tables (model/tables.py), and the
+    experts too where all fits into what is free now, as in Session.open. The reference backend holds a model within
+    `expand_limit_bytes` in F32, as in load_decoder.
     """
     text = {name: info for name, info in checkpoint.infos.items() if kind_of(name) == "text"}
+    tables = Tables.of(checkpoint, precision, lm_head)
     if backend == "reference":
         expanded = resident = expanded_bytes(checkpoint) <= expand_limit_bytes
     else:
         expanded = precision is Precision.F32
-        resident = expanded or sum(stored_bytes(checkpoint)) <= room_for_weights(
+        resident = expanded or sum(stored_bytes(checkpoint, tables)) <= room_for_weights(
             checkpoint.config, context, precision
         )
     if expanded:
         sizes = {n: 4 * prod(info.shape) for n, info in text.items() if not n.endswith(SCALE_SUFFIX)}
-    else:
+    elif backend == "reference":
         sizes = {n: info.nbytes for n, info in text.items()}
+    else:
+        sizes = {n: tables.held_bytes(n, info.nbytes) for n, info in text.items()}
     return memory_budget(
         sizes, checkpoint.config, context, precision, resident_set_bytes(), experts_resident=resident
     )

@@ -159,8 +159,8 @@ def _run(
     )
     start = time.perf_counter()
     for first in range(0, len(prompt_ids), PREFILL_CHUNK):
-        logits = state.read(prompt_ids[first : first + PREFILL_CHUNK])
-    token_id = sampler.pick(logits)
+        token = state.read(prompt_ids[first : first + PREFILL_CHUNK])
+    token_id = sampler.pick(token)
     between, before = time.perf_counter(), _counts(runtime)
     for _ in range(request.completion_tokens - 1):
         text.push(token_id)
@@ -179,16 +179,17 @@ def _run_together(session: Session, prompt_ids: Sequence[int], request: Request)
         for number in range(request.sequences)
     ]
     states = [DecodeState.new(session.config, session.context, decoder.precision) for _ in prompts]
+    greedy = Sampler(SamplingSettings(), [])
     start = time.perf_counter()
     last = []
     for ids, state in zip(prompts, states, strict=True):
         for part in ids.split(PREFILL_CHUNK):
-            logits = decoder.forward(part, state)
-        last.append(logits.argmax(-1))
+            token = decoder.next_token(part, state)
+        last.append(torch.tensor([greedy.pick(token)]))
     between, before = time.perf_counter(), _counts(decoder.runtime)
     for _ in range(request.completion_tokens - 1):
         left = [(state.conv, state.recurrent) for state in states]
-        last = [logits.argmax(-1) for logits in decoder.forward_batch(Sequences(last, states))]
+        last = [torch.tensor([greedy.pick(token)]) for token in decoder.next_tokens(Sequences(last, states))]
         for state, (conv, recurrent) in zip(states, left, strict=True):
             state.reuse(conv, recurrent)
     end, after = time.perf_counter(), _counts(decoder.runtime)

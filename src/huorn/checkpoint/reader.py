@@ -12,6 +12,7 @@ from torch import Tensor
 from huorn.checkpoint.config import ModelConfig
 from huorn.checkpoint.contents import read_contents
 from huorn.checkpoint.names import F8, SCALE_SUFFIX, Layout
+from huorn.checkpoint.row_table import RowTable
 from huorn.checkpoint.safetensors_file import Allocate, SafetensorsFile, TensorInfo, fresh_memory
 from huorn.checkpoint.tensor_check import kind_of
 from huorn.checkpoint.weight import Weight
@@ -77,6 +78,16 @@ class Checkpoint:
         weight = self._weight(name, copy=True, allocate=allocate)
         weight.refuse_damaged()
         return weight
+
+    def row_table(self, name: str) -> RowTable:
+        """One matrix in F32 or BF16 whose rows are read when they are asked for. Raises CheckpointError when there is none."""
+        info = self._info(name)
+        self._used.add(info.name)
+        return RowTable(self._files[info.file], info)
+
+    def stored_dtype(self, name: str) -> str:
+        """The dtype of a tensor as the file spells it. Raises CheckpointError when there is no such tensor."""
+        return self._info(name).dtype
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         """Routed expert of a layer as views of the mapped files. The kernel starts to read it; nobody waits.

@@ -10,24 +10,26 @@ from huorn.engine.session import Session
 from huorn.memory import format_bytes
 from huorn.model.backend import Backend
 from huorn.model.precision import Precision
+from huorn.model.tables import LmHead
 
 PrecisionName = Literal["bf16", "f32"]
 
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The options --model, --context, --threads, --precision and --backend."""
+    """The options --model, --context, --threads, --precision, --backend and --lm-head."""
 
     directory: Path | None  # None: the embedded model
     context: int | None
     threads: int | None
     precision: PrecisionName
     backend: Backend
+    lm_head: LmHead
 
     def open(self) -> Session:
         """Open the model. Raises UsageError, CheckpointError."""
         return Session.open(
-            self.directory, self.context, self.threads, Precision(self.precision), self.backend
+            self.directory, self.context, self.threads, Precision(self.precision), self.backend, self.lm_head
         )
 
 
@@ -42,6 +44,7 @@ def describe(session: Session) -> dict[str, Any]:
         "threads": session.threads,
         "backend": session.backend,
         "precision": session.decoder.precision.value,
+        "lm_head": session.decoder.lm_head_kind,
     }
 
 

@@ -21,6 +21,7 @@ from huorn.memory import format_bytes, room_for_weights
 from huorn.model.backend import Backend, LanguageModel, open_decoder
 from huorn.model.precision import Precision
 from huorn.model.state import state_bytes
+from huorn.model.tables import LmHead
 
 DEFAULT_CONTEXT = 4096
 
@@ -42,13 +43,14 @@ class Session:
     @classmethod
     def open(
         cls, directory: Path | None, context: int | None = None, threads: int | None = None,
-        precision: Precision = Precision.BF16, backend: Backend = "cpu",
+        precision: Precision = Precision.BF16, backend: Backend = "cpu", lm_head: LmHead = "two-pass",
     ) -> Session:  # fmt: skip
         """Open the checkpoint in `directory`, the embedded model when it is None.
 
         `context` None is 4096 tokens or what the model was made for, whichever is less; `threads` None is every core this
-        process may use. `backend` is cpu (native kernels) or reference (PyTorch, the
-        oracle). What is cheap to check is checked before weights are loaded. Raises UsageError, CheckpointError.
+        process may use. `backend` is cpu (native kernels) or reference (PyTorch, the oracle). `lm_head` two-pass leaves the
+        embedding and the BF16 weights of the output head in the file, where they are large; full holds them in RAM. What is cheap
+        to check is checked before weights are loaded. Raises UsageError, CheckpointError.
         """
         directory = _existing(directory)
         threads = checked_threads(threads)
@@ -70,6 +72,7 @@ class Session:
                 backend,
                 threads,
                 room_for_weights(checkpoint.config, context, precision),
+                lm_head,
             ),
             context=context,
             threads=threads,
