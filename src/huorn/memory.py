@@ -77,8 +77,8 @@ def checkpoint_budget(
     context: int,
     precision: Precision,
     backend: Backend = "cpu",
-    lm_head: LmHead = "two-pass",
     expand_limit_bytes: int = EXPAND_LIMIT_BYTES,
+    lm_head: LmHead = "two-pass",
 ) -> MemoryBudget:
     """Budget of an open checkpoint, from its headers alone: no tensor is read.
 

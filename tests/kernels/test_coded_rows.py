@@ -132,9 +132,9 @@ def test_columns_along_the_residuals(runtime: _native.Runtime, cols: int) -> Non
     rest = coded.weight.double() - coded.scale.double()[:, None] * coded.codes.double()
     x = (rest / rest.norm(dim=1, keepdim=True)).float()
     width = coded.check(x).diagonal()
-    score = (
-        (x.bfloat16().double() * coded.codes.double()).sum(1) * coded.scale.double()
-    )  # what the first pass sees
+    score = (x.bfloat16().double() * coded.codes.double()).sum(
+        1
+    ) * coded.scale.double()  # what the first pass sees
     exact = (x.bfloat16().double() * coded.weight.double()).sum(1)
     assert ((exact - score) / (width / 2)).min() >= 0.95
 

@@ -115,7 +115,9 @@ def states_of(kind: str, count: int, cols: int, seed: int) -> Tensor:
     return x
 
 
-WEIGHTS = ("normal", "duplicates", "near ties", "zero rows", "scales", "tiny", "heavy tails", "one outlier", "negative")  # fmt: skip
+WEIGHTS = (
+    "normal", "duplicates", "near ties", "zero rows", "scales", "tiny", "heavy tails", "one outlier", "negative",
+)  # fmt: skip
 STATES = ("normal", "outliers", "huge", "small", "positive", "sparse")
 # 54 kinds x 200 inputs on the fastest variant: 10,800
 INPUTS = 200

@@ -19,8 +19,10 @@ from huorn.engine.session import Session
 from huorn.engine.stream import StreamDecoder
 from huorn.engine.tokenizer import encode
 from huorn.errors import UsageError
+from huorn.model.backend import LanguageModel
 from huorn.model.cpu_decoder import CpuDecoder, Sequences
 from huorn.model.state import DecodeState
+from huorn.model.two_pass_head import TwoPassHead
 
 # Real text, so that routing looks like that of real use: with random ids every expert is as likely as any other.
 PROMPT = '''\
@@ -65,7 +67,7 @@ class Request:
 class DecodeBench:
     """What `huorn bench decode` measured: medians over the repeats, with all values behind them.
 
-    Speeds in tokens per second, of all sequences together. The last five need the native kernels: bytes of weights and state
+    Speeds in tokens per second, of all sequences together. What follows needs the native kernels: bytes of weights and state
     that the kernels counted per decode step, what a native loop read per second between the runs, the share of it that
     decoding reached, and time per decode step outside the kernels.
     """
@@ -84,6 +86,7 @@ class DecodeBench:
     read_bandwidth_bytes_s: float | None
     limit_fraction: float | None
     python_s_per_token: float | None
+    rescored_rows_per_token: float | None  # of a two-pass lm_head
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def bench_decode(session: Session, request: Request) -> DecodeBench:
         if yardstick is not None:
             bandwidths.append(yardstick.read_bytes_s())
         runs.append(_run(session, prompt_ids, request, runtime))
-    return _summary(request, runs, bandwidths, peak, runtime)
+    return _summary(request, runs, bandwidths, peak, decoder)
 
 
 def _summary(
@@ -120,8 +123,10 @@ def _summary(
     runs: Sequence[_Run],
     bandwidths: Sequence[float],
     peak: int,
-    runtime: _native.Runtime | None,
+    decoder: LanguageModel,
 ) -> DecodeBench:
+    runtime = decoder.runtime if isinstance(decoder, CpuDecoder) else None
+    head = decoder.head if isinstance(decoder, CpuDecoder) else None
     steps = (request.completion_tokens - 1) * request.sequences
     prefill = tuple(request.prompt_tokens * request.sequences / run.prefill_s for run in runs)
     decode = tuple(steps / run.decode_s for run in runs)
@@ -144,6 +149,9 @@ def _summary(
         read_bandwidth_bytes_s=bandwidth,
         limit_fraction=None if bandwidth is None else step_bytes * steps_s / bandwidth,
         python_s_per_token=median(run.step_python_s for run in runs) if native else None,
+        rescored_rows_per_token=head.counts.rescored_rows_per_token
+        if isinstance(head, TwoPassHead)
+        else None,
     )
 
 

@@ -37,6 +37,11 @@ class HeadCounts:
     rescored_rows: int = 0
     full_products: int = 0
 
+    @property
+    def rescored_rows_per_token(self) -> float:
+        """Mean over the tokens so far."""
+        return self.rescored_rows / max(1, self.tokens)
+
 
 @dataclass(eq=False)
 class TwoPassHead:
