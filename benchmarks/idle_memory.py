@@ -58,7 +58,7 @@ def steps(directory: Path) -> None:
                 if same:  # the same token in an empty sequence: the same experts
                     state = DecodeState.new(session.config, 64, decoder.precision)
                 before, seconds = sum(decoder.runtime.counters()), decoder.runtime.seconds()
-                decoder.forward(ids[:1] if same else ids[place : place + 1], state)
+                decoder.next_token(ids[:1] if same else ids[place : place + 1], state).largest(1)
                 spent.append(decoder.runtime.seconds() - seconds)
                 read = sum(decoder.runtime.counters()) - before
             rate = read / median(spent[8:])

@@ -18,6 +18,11 @@ struct Kernels {
   void (*combine)(Pool&, float* x, const float* pair_out, const float* weights, const float* shared_out, const float* gate,
                   int tokens, int top_k, int hidden);
   void (*embed)(const uint8_t* table, Format format, int hidden, const int64_t* ids, int tokens, float* x);
+  // BF16 [rows, cols] to codes, scale and spread of a CodedRows; false when a weight is NaN or infinite.
+  bool (*code_rows)(Pool&, const uint8_t* weight, int rows, int cols, int8_t* codes, float* scale, float* spread);
+  // Where linear of the weight behind the codes must lie for norm(x) [tokens, cols]: lower and upper [tokens, rows].
+  void (*bound_rows)(Pool&, const CodedRows&, const float* norm_scale, float eps, const float* x, int tokens, float* lower,
+                     float* upper);
   double (*read_memory)(Pool&, const uint8_t* data, size_t bytes);  // a checksum, so that no load can be left out
   double (*multiply)(Pool&, int rounds);                            // matmul operations done per thread, on registers or tiles
 };

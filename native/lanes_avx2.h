@@ -67,6 +67,18 @@ static inline void store_bf16(void* p, Lanes x) {
   __m256i packed = _mm256_packus_epi32(round_bf16(x.lo), round_bf16(x.hi));
   _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
+static inline __m256 widen_i8(__m128i eight) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)); }
+static inline Lanes load_i8(const int8_t* p) {
+  __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {widen_i8(codes), widen_i8(_mm_srli_si128(codes, 8))};
+}
+// Whole numbers from -128 to 127.
+static inline void store_i8(int8_t* p, Lanes x) {
+  __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
+  words = _mm256_permute4x64_epi64(words, 0xd8);
+  __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
 // E4M3 shifted by 7 is an FP16 number of 2^-8 times the value, denormals included; F16C expands it exactly.
 static inline __m256 widen_f8(__m128i codes) {
   __m128i wide = _mm_cvtepu8_epi16(codes);

@@ -28,5 +28,12 @@ static inline Lanes load_bf16(const void* p) {
 static inline void store_bf16(void* p, Lanes x) {
   _mm256_storeu_si256(static_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
 }
+static inline Lanes load_i8(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+// Whole numbers from -128 to 127.
+static inline void store_i8(int8_t* p, Lanes x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
 // F8 has its own way to BF16 here (expand_f8.h); products on F32 lanes, which ask for this, only meet F32 weights.
 static inline Lanes load_f8(const uint8_t*) { return splat(__builtin_nanf("")); }

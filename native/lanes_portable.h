@@ -105,6 +105,15 @@ static inline void store_bf16(void* p, const Lanes& x) {
   }
   memcpy(p, half, sizeof half);
 }
+static inline Lanes load_i8(const int8_t* p) {
+  Lanes r;
+  HUORN_EACH r.at[i] = static_cast<float>(p[i]);
+  return r;
+}
+// Whole numbers from -128 to 127.
+static inline void store_i8(int8_t* p, const Lanes& x) {
+  HUORN_EACH p[i] = static_cast<int8_t>(x.at[i]);
+}
 
 #undef HUORN_EACH
 

@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "candidates.h"
 #include "reader_module.h"
 #include "step.h"
 
@@ -36,6 +37,20 @@ NB_MODULE(_native, m) {
              new (self) Matrix{at<uint8_t>(data), at<float>(scale), rows, cols, static_cast<Format>(format)};
            },
            "data"_a, "scale"_a, "rows"_a, "cols"_a, "format"_a);
+
+  nb::class_<CodedRows>(m, "CodedRows")
+      .def("__init__",
+           [](CodedRows* self, Address codes, Address scale, Address spread, int rows, int cols, float largest_x) {
+             new (self) CodedRows{at<int8_t>(codes), at<float>(scale), at<float>(spread), rows, cols, largest_x};
+           },
+           nb::kw_only(), "codes"_a, "scale"_a, "spread"_a, "rows"_a, "cols"_a, "largest_x"_a);
+
+  m.def("candidates",
+        [](Address lower, Address upper, size_t rows, size_t k, Address ids, size_t room) {
+          return candidates(at<float>(lower), at<float>(upper), rows, k, at<int64_t>(ids), room);
+        },
+        "lower"_a, "upper"_a, "rows"_a, "k"_a, "ids"_a, "room"_a,
+        "How many rows can be among the k largest; the first `room` of their ids are written, ascending.");
 
   nb::class_<DeltaNet>(m, "DeltaNet")
       .def("__init__",
@@ -88,6 +103,8 @@ NB_MODULE(_native, m) {
       .def("seconds", &Runtime::seconds, "Seconds spent in kernels so far.")
       .def("linear", &Runtime::linear, "matrix"_a, "norm_scale"_a, "eps"_a, "x"_a, "tokens"_a, "columns"_a, "y"_a)
       .def("embed", &Runtime::embed, "table"_a, "format"_a, "hidden"_a, "ids"_a, "tokens"_a, "x"_a)
+      .def("code_rows", &Runtime::code_rows, "weight"_a, "rows"_a, "cols"_a, "codes"_a, "scale"_a, "spread"_a)
+      .def("bound_rows", &Runtime::bound_rows, "rows"_a, "norm_scale"_a, "eps"_a, "x"_a, "tokens"_a, "lower"_a, "upper"_a)
       .def("read_memory", &Runtime::read_memory, "data"_a, "bytes"_a)
       .def("multiply", &Runtime::multiply, "rounds"_a);
 

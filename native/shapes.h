@@ -23,6 +23,17 @@ struct Matrix {
   Format format;
 };
 
+// A BF16 weight [rows, cols] once more as INT8 codes with one scale per row (coded_rows.h). For every x of norm up to `largest_x`:
+// |scale * (codes . x) - (weight . x)| <= spread * |x| in each row, both as the kernels compute them; above it nothing is known.
+struct CodedRows {
+  const int8_t* codes;
+  const float* scale;   // [rows]
+  const float* spread;  // [rows]
+  int32_t rows;
+  int32_t cols;
+  float largest_x;
+};
+
 // One expert: gate and up [inter, hidden], down [hidden, inter], all of one format.
 struct Expert {
   const uint8_t* gate;

@@ -56,6 +56,16 @@ class Runtime {
     kernels_->embed(at<uint8_t>(table), static_cast<Format>(format), hidden, at<int64_t>(ids), tokens, at<float>(x));
   }
 
+  bool code_rows(Address weight, int rows, int cols, Address codes, Address scale, Address spread) {
+    nb::gil_scoped_release release;
+    return kernels_->code_rows(*pool_, at<uint8_t>(weight), rows, cols, at<int8_t>(codes), at<float>(scale), at<float>(spread));
+  }
+
+  void bound_rows(const CodedRows& w, Address norm_scale, float eps, Address x, int tokens, Address lower, Address upper) {
+    nb::gil_scoped_release release;
+    kernels_->bound_rows(*pool_, w, at<float>(norm_scale), eps, at<float>(x), tokens, at<float>(lower), at<float>(upper));
+  }
+
   double read_memory(Address data, size_t bytes) {
     nb::gil_scoped_release release;
     return kernels_->read_memory(*pool_, at<uint8_t>(data), bytes);

@@ -12,10 +12,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "huorn"
 ALLOWED = {
     "checkpoint": {"_native"},
     "schedule": set[str](),
-    "experts": set[str](),
+    "experts": {"_native", "checkpoint", "kernels"},
     "kernels": {"_native", "checkpoint"},
     "model": {"_native", "checkpoint", "kernels", "schedule"},
-    "experts": {"_native", "checkpoint", "kernels"},
     "trace": {"experts"},
     "machine": set[str](),
     "memory": {"checkpoint", "machine", "model", "schedule"},

@@ -106,6 +106,17 @@ def test_slots_are_a_line_of_their_own(small: Checkpoint) -> None:
     assert budget.and_line("3 slots", 300).resident_bytes == budget.resident_bytes + 300
 
 
+def test_the_int8_copy_stands_for_the_head(small: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huorn.model.tables.LARGE_BYTES", 0)
+    two_pass, full = (
+        checkpoint_budget(small, 100, Precision.BF16, lm_head=kind) for kind in ("two-pass", "full")
+    )
+    rows, width = small.config.vocab_size, small.config.hidden_size
+    assert lines(two_pass)["output head"] == rows * width + -(-8 * rows // 4096) * 4096
+    assert "embedding" not in lines(two_pass)
+    assert lines(full)["embedding"] == lines(full)["output head"] == 2 * rows * width
+
+
 def test_resident_set(tmp_path: Path) -> None:
     assert 50e6 < resident_set_bytes() < 50e9  # PyTorch is imported
     assert resident_set_bytes(tmp_path / "none") == 0

@@ -66,6 +66,7 @@ def run(
     slots: opt.Slots = None,
     policy: opt.Policy = None,
     warm: opt.Warm = None,
+    lm_head: opt.LmHeadChoice = "two-pass",
     json: opt.Json = None,
 ) -> None:
     """Continue a prompt: the text goes to stdout as it is generated, a line with speed and memory to stderr."""
@@ -78,7 +79,9 @@ def run(
     )
     command(
         prompt,
-        ModelChoice(model, context, threads, precision, backend, residency(memory, slots, policy, warm)),
+        ModelChoice(
+            model, context, threads, precision, backend, lm_head, residency(memory, slots, policy, warm)
+        ),
         sampling,
         max_tokens,
         stop or [],
@@ -112,6 +115,7 @@ def chat(
     slots: opt.Slots = None,
     policy: opt.Policy = None,
     warm: opt.Warm = None,
+    lm_head: opt.LmHeadChoice = "two-pass",
     json: opt.Json = None,
 ) -> None:
     """Talk with a model, line by line. /reset forgets, /save FILE writes, /quit ends; Ctrl-C stops an answer."""
@@ -124,13 +128,10 @@ def chat(
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, _seed(seed)
     )
     settings = AnswerSettings(sampling, max_tokens, tuple(stop or ()), think)
-    command(
-        ModelChoice(model, context, threads, precision, backend, residency(memory, slots, policy, warm)),
-        settings,
-        system,
-        load,
-        json,
+    choice = ModelChoice(
+        model, context, threads, precision, backend, lm_head, residency(memory, slots, policy, warm)
     )
+    command(choice, settings, system, load, json)
 
 
 @app.command()
@@ -209,6 +210,7 @@ def bench_decode(
     policy: opt.Policy = None,
     warm: opt.Warm = None,
     mapped: opt.Mapped = None,
+    lm_head: opt.LmHeadChoice = "two-pass",
     json: opt.Json = None,
 ) -> None:
     """Measure prefill and decode speed, and what decoding reads from RAM beside what RAM gives."""
@@ -217,13 +219,8 @@ def bench_decode(
     from huorn.commands.model_choice import ModelChoice, residency
 
     request = Request(prompt_tokens, max_tokens, repeats, sequences, yardstick)
-    command(
-        ModelChoice(
-            model, context, threads, precision, backend, residency(memory, slots, policy, warm, mapped)
-        ),
-        request,
-        json,
-    )
+    fast = residency(memory, slots, policy, warm, mapped)
+    command(ModelChoice(model, context, threads, precision, backend, lm_head, fast), request, json)
 
 
 @bench_app.command("kernels")

@@ -75,3 +75,11 @@ BackendChoice = Annotated[
     Literal["cpu", "reference"],
     typer.Option("--backend", help="cpu: native kernels. reference: plain PyTorch, slow, to compare with."),
 ]
+LmHeadChoice = Annotated[
+    Literal["two-pass", "full"],
+    typer.Option(
+        "--lm-head",
+        help="two-pass: half the memory and bytes per token, the same text; for large heads in BF16. "
+        "full: faster where all probabilities are needed (temperature without top-k).",
+    ),
+]

@@ -15,6 +15,7 @@ from huorn.checkpoint.tensor_check import kind_of
 from huorn.model.cpu_decoder import work_bytes
 from huorn.model.precision import Precision
 from huorn.model.state import state_bytes
+from huorn.model.tables import LmHead, Tables
 from huorn.schedule.shapes import PREFILL_CHUNK
 
 # First match wins; what no pattern matches is a router, a shared expert's gate or a norm.
@@ -84,17 +85,24 @@ class MemoryBudget:
 
 
 def checkpoint_budget(
-    checkpoint: Checkpoint, context: int, precision: Precision, resident: bool, threads: int = 1
+    checkpoint: Checkpoint,
+    context: int,
+    precision: Precision,
+    resident: bool,
+    threads: int = 1,
+    lm_head: LmHead = "two-pass",
 ) -> MemoryBudget:
     """Budget of an open checkpoint on the native kernels, from its headers alone: no tensor is read.
 
-    They hold weights as stored, in F32 precision all expanded; the routed experts are `resident` or on disk.
+    They hold weights as stored, in F32 precision all expanded, but for the tables (model/tables.py); the routed experts are
+    `resident` or on disk.
     """
     text = {name: info for name, info in checkpoint.infos.items() if kind_of(name) == "text"}
+    tables = Tables.of(checkpoint, precision, lm_head)
     if precision is Precision.F32:
         sizes = {n: 4 * prod(info.shape) for n, info in text.items() if not n.endswith(SCALE_SUFFIX)}
     else:
-        sizes = {n: info.nbytes for n, info in text.items()}
+        sizes = {n: tables.held_bytes(n, info.nbytes) for n, info in text.items()}
     return memory_budget(
         sizes, checkpoint.config, context, precision, resident_set_bytes(), threads, experts_resident=resident
     )

@@ -125,3 +125,35 @@ def test_bench_decode(call: Caller, tiny_model: Path, tmp_path: Path) -> None:
     assert 0 < saved["python_s_per_token"] < 1
     assert (saved["prompt_tokens"], saved["completion_tokens"], saved["repeats"]) == (20, 8, 3)
     assert saved["settings"]["threads"] == 1
+    assert (saved["settings"]["lm_head"], saved["rescored_rows_per_token"]) == ("full", None)
+
+
+def test_bench_decode_in_two_passes(
+    call: Caller, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read falls by the BF16 head, less codes and the rows that were multiplied again."""
+    monkeypatch.setattr("huorn.model.tables.LARGE_BYTES", 0)
+    rows, width = 512, 32  # of tiny_model
+    for sequences in (1, 3):
+        saved = {}
+        for kind in ("two-pass", "full"):
+            result = call(
+                "bench", "decode", "--model", tiny_model, "--prompt-tokens", "20", "--max-tokens", "8", "--repeats", "1",
+                "--threads", "1", "--lm-head", kind, "--sequences", str(sequences), "--json", tmp_path / "bench.json",
+            )  # fmt: skip
+            assert result.code == 0, result.stderr
+            saved[kind] = json.loads((tmp_path / "bench.json").read_text())
+            assert saved[kind]["settings"]["lm_head"] == kind
+            assert ("rows in BF16 a token" in result.stdout) == (kind == "two-pass")
+        again = sequences * saved["two-pass"]["rescored_rows_per_token"]
+        assert 1 <= again / sequences <= 40
+        gained = saved["full"]["ram_bytes_per_token"] - saved["two-pass"]["ram_bytes_per_token"]
+        passes = rows * width * 2 - rows * (width + 8)
+        # the mean over all tokens stands for that over the timed ones, so only about
+        assert gained == pytest.approx(passes - again * width * 2, abs=sequences * 20 * width * 2)
+
+
+def test_an_unknown_lm_head(call: Caller) -> None:
+    assert_one_sentence(
+        call("run", "x", "--lm-head", "three-pass"), "'three-pass' is not one of 'two-pass', 'full'"
+    )

@@ -77,6 +77,36 @@ class Exercise:
                 )
                 assert torch.isfinite(y).all()
 
+    def coded_rows(self) -> None:
+        for rows, cols in ((1, 1), (33, 1), (97, 200), (64, 130), (130, 257), (256, 512)):
+            weight = torch.randn(rows, cols).bfloat16()
+            codes = torch.empty(rows, cols, dtype=torch.int8)
+            scale, spread = torch.empty(rows), torch.empty(rows)
+            places = [part.data_ptr() for part in (codes, scale, spread)]
+            assert self.runtime.code_rows(weight.data_ptr(), rows, cols, *places)
+            coded = self.native.CodedRows(
+                codes=places[0], scale=places[1], spread=places[2], rows=rows, cols=cols, largest_x=1e30
+            )
+            for tokens in TOKENS:
+                x, norm = torch.randn(tokens, cols), torch.ones(cols)
+                bounds = torch.full((2, tokens, rows), torch.nan)
+                self.runtime.bound_rows(
+                    coded,
+                    norm.data_ptr(),
+                    1e-6,
+                    x.data_ptr(),
+                    tokens,
+                    bounds[0].data_ptr(),
+                    bounds[1].data_ptr(),
+                )
+                assert torch.isfinite(bounds).all()
+                ids = torch.empty(5, dtype=torch.int64)
+                for k in (1, min(3, rows), rows):
+                    found = self.native.candidates(
+                        bounds[0].data_ptr(), bounds[1].data_ptr(), rows, k, ids.data_ptr(), len(ids)
+                    )
+                    assert k <= found <= rows
+
     def delta_net(self, kind: int) -> None:
         dense = max(kind, BF16)
         for hidden, key_heads, heads, dk, dv, kernel in (
@@ -240,6 +270,7 @@ def main(folder: str, isas: list[str]) -> None:
     print("reader: every kind of copy ran")
     for isa in isas or native.isas():
         exercise = Exercise(native, isa)
+        exercise.coded_rows()
         for kind in (F8, BF16, F32):
             exercise.linear(kind)
             exercise.delta_net(kind)

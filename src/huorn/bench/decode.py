@@ -10,7 +10,6 @@ from statistics import median
 
 import torch
 
-from huorn import _native
 from huorn.bench.yardstick import ReadYardstick
 from huorn.engine.process import peak_rss_bytes
 from huorn.engine.sampling import Sampler, SamplingSettings
@@ -20,6 +19,7 @@ from huorn.engine.tokenizer import encode
 from huorn.errors import UsageError
 from huorn.model.cpu_decoder import CpuDecoder, Sequences
 from huorn.model.state import DecodeState
+from huorn.model.two_pass_head import TwoPassHead
 from huorn.schedule.shapes import PREFILL_CHUNK
 
 # Real text, so that routing looks like that of real use: with random ids every expert is as likely as any other.
@@ -66,7 +66,7 @@ class Request:
 class DecodeBench:
     """What `huorn bench decode` measured: medians over the repeats, with all values behind them.
 
-    Speeds in tokens per second, of all sequences together. The next five need the native kernels: bytes of weights and state
+    Speeds in tokens per second, of all sequences together. What follows needs the native kernels: bytes of weights and state
     that the kernels counted per decode step, what a native loop read per second between the runs, the share of it that
     decoding reached, and time per decode step outside the kernels. The last three need slots: the share of looked up experts
     that were in one, bytes read from disk and seconds waited for them per decode step.
@@ -89,6 +89,7 @@ class DecodeBench:
     hit_rate: float | None
     disk_bytes_per_token: float | None
     demand_wait_s_per_token: float | None
+    rescored_rows_per_token: float | None  # of a two-pass lm_head
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def bench_decode(session: Session, request: Request) -> DecodeBench:
         if yardstick is not None:
             bandwidths.append(yardstick.read_bytes_s())
         runs.append(_run(session, prompt_ids, request))
-    return _summary(request, runs, bandwidths, peak, runtime, session.cache is not None)
+    return _summary(request, runs, bandwidths, peak, session)
 
 
 def _summary(
@@ -152,9 +153,11 @@ def _summary(
     runs: Sequence[_Run],
     bandwidths: Sequence[float],
     peak: int,
-    runtime: _native.Runtime | None,
-    slots: bool,
+    session: Session,
 ) -> DecodeBench:
+    decoder, slots = session.decoder, session.cache is not None
+    runtime = decoder.runtime if isinstance(decoder, CpuDecoder) else None
+    head = decoder.head if isinstance(decoder, CpuDecoder) else None
     steps = (request.completion_tokens - 1) * request.sequences
     prefill = tuple(request.prompt_tokens * request.sequences / run.prefill_s for run in runs)
     decode = tuple(steps / run.decode_s for run in runs)
@@ -180,6 +183,9 @@ def _summary(
         hit_rate=median(run.hit_rate for run in runs) if slots else None,
         disk_bytes_per_token=median(run.step_disk_bytes for run in runs) if slots else None,
         demand_wait_s_per_token=median(run.step_wait_s for run in runs) if slots else None,
+        rescored_rows_per_token=head.counts.rescored_rows_per_token
+        if isinstance(head, TwoPassHead)
+        else None,
     )
 
 
@@ -193,8 +199,8 @@ def _run(session: Session, prompt_ids: Sequence[int], request: Request) -> _Run:
     )
     start = time.perf_counter()
     for first in range(0, len(prompt_ids), PREFILL_CHUNK):
-        logits = state.read(prompt_ids[first : first + PREFILL_CHUNK])
-    token_id = sampler.pick(logits)
+        token = state.read(prompt_ids[first : first + PREFILL_CHUNK])
+    token_id = sampler.pick(token)
     between, before = time.perf_counter(), _Counts.now(session)
     for _ in range(request.completion_tokens - 1):
         text.push(token_id)
@@ -213,16 +219,17 @@ def _run_together(session: Session, prompt_ids: Sequence[int], request: Request)
         for number in range(request.sequences)
     ]
     states = [DecodeState.new(session.config, session.context, decoder.precision) for _ in prompts]
+    greedy = Sampler(SamplingSettings(), [])
     start = time.perf_counter()
     last = []
     for ids, state in zip(prompts, states, strict=True):
         for part in ids.split(PREFILL_CHUNK):
-            logits = decoder.forward(part, state)
-        last.append(logits.argmax(-1))
+            token = decoder.next_token(part, state)
+        last.append(torch.tensor([greedy.pick(token)]))
     between, before = time.perf_counter(), _Counts.now(session)
     for _ in range(request.completion_tokens - 1):
         left = [(state.conv, state.recurrent) for state in states]
-        last = [logits.argmax(-1) for logits in decoder.forward_batch(Sequences(last, states))]
+        last = [torch.tensor([greedy.pick(token)]) for token in decoder.next_tokens(Sequences(last, states))]
         for state, (conv, recurrent) in zip(states, left, strict=True):
             state.reuse(conv, recurrent)
     end, after = time.perf_counter(), _Counts.now(session)

@@ -102,6 +102,7 @@ class _Bench:
             )
             for count in (1, 4, 16)
         ]
+        found += [self.coded(f"lm_head INT8 [n, 2048], {count} columns", 2048, count) for count in (1, 4)]
         found += [
             self.wide(f"linear {kind} [8192, {width}], {WIDE} columns", code, width)
             for kind, code, width in (("F8", F8, 2048), ("F8", F8, 4096), ("BF16", BF16, 2048))
@@ -123,6 +124,22 @@ class _Bench:
 
         def call() -> None:
             self.runtime.linear(matrix, 0, 0.0, self.x.data_ptr(), count, count, self.y.data_ptr())
+
+        return KernelCase(name, "GB/s", LINEAR_BYTES, call)
+
+    def coded(self, name: str, cols: int, count: int) -> KernelCase:
+        """The first pass of a two-pass lm_head."""
+        rows = LINEAR_BYTES // cols
+        bounds = torch.empty(2, count, rows)
+        coded = _native.CodedRows(
+            codes=self.block.data_ptr(), scale=self.scale.data_ptr(), spread=self.scale.data_ptr(), rows=rows, cols=cols,
+            largest_x=1e30,
+        )  # fmt: skip
+
+        def call() -> None:
+            self.runtime.bound_rows(
+                coded, 0, 0.0, self.x.data_ptr(), count, bounds[0].data_ptr(), bounds[1].data_ptr()
+            )
 
         return KernelCase(name, "GB/s", LINEAR_BYTES, call)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from huorn.checkpoint.config import ModelConfig
 from huorn.checkpoint.contents import read_contents
 from huorn.checkpoint.names import F8, SCALE_SUFFIX, Layout
+from huorn.checkpoint.row_table import RowTable
 from huorn.checkpoint.safetensors_file import Advice, Allocate, SafetensorsFile, TensorInfo, fresh_memory
 from huorn.checkpoint.tensor_check import kind_of
 from huorn.checkpoint.weight import Weight
@@ -98,6 +99,16 @@ class Checkpoint:
         """Has the kernel start to read a routed expert into its page cache; nobody waits."""
         for part in self.expert_parts(layer, expert):
             self._files[part.file].read_ahead(part.start, part.nbytes)
+
+    def row_table(self, name: str) -> RowTable:
+        """One matrix in F32 or BF16 whose rows are read when they are asked for. Raises CheckpointError when there is none."""
+        info = self._info(name)
+        self._used.add(info.name)
+        return RowTable(self._files[info.file], info)
+
+    def stored_dtype(self, name: str) -> str:
+        """The dtype of a tensor as the file spells it. Raises CheckpointError when there is no such tensor."""
+        return self._info(name).dtype
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         """Routed expert of a layer as views of the mapped files. Its NaN codes are refused when it is expanded."""

@@ -61,9 +61,11 @@ def _ram_lines(result: DecodeBench) -> list[str]:
     ):  # fmt: skip
         return []
     steps_s = result.decode_tok_s / result.sequences
+    rows = result.rescored_rows_per_token
     return [
         f"a step reads {format_bytes(round(result.ram_bytes_per_token))}: "
         f"{result.ram_bytes_per_token * steps_s / 1e9:.1f} GB/s, {100 * result.limit_fraction:.0f} % of the "
         f"{result.read_bandwidth_bytes_s / 1e9:.1f} GB/s that a plain loop reads between the runs",
         f"outside the kernels {1e3 * result.python_s_per_token:.2f} ms a step",
+        *([] if rows is None else [f"lm_head in two passes: {rows:.1f} rows in BF16 a token"]),
     ]

@@ -19,6 +19,7 @@ from huorn.memory import format_bytes
 from huorn.model.backend import Backend
 from huorn.model.cpu_experts import MappedAdvice
 from huorn.model.precision import Precision
+from huorn.model.tables import LmHead
 from huorn.sizes import parse_bytes
 
 PrecisionName = Literal["bf16", "f32"]
@@ -26,13 +27,14 @@ PrecisionName = Literal["bf16", "f32"]
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The options --model, --context, --threads, --precision and --backend, and those of the fast tier."""
+    """The options --model, --context, --threads, --precision, --backend and --lm-head, and those of the fast tier."""
 
     directory: Path | None  # None: the embedded model
     context: int | None
     threads: int | None
     precision: PrecisionName
     backend: Backend
+    lm_head: LmHead
     residency: Residency
 
     def open(self) -> Session:
@@ -43,6 +45,7 @@ class ModelChoice:
             self.threads,
             Precision(self.precision),
             self.backend,
+            self.lm_head,
             self.residency,
         )
         if session.tier is not None and session.cache is not None:
@@ -92,6 +95,7 @@ def describe(session: Session) -> dict[str, Any]:
         "threads": session.threads,
         "backend": session.backend,
         "precision": session.decoder.precision.value,
+        "lm_head": session.decoder.lm_head_kind,
     }
 
 

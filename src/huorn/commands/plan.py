@@ -44,7 +44,8 @@ def plan(
         print(
             f"about {estimate.tok_s:.1f} tok/s: {format_bytes(round(estimate.ram_bytes))} a token from RAM at "
             f"{ram.bytes_per_s / 1e9:.1f} GB/s, {format_bytes(round(estimate.disk_bytes))} from disk at "
-            f"{disk.bytes_per_s / 1e9:.2f} GB/s if {100 * estimate.hit_rate:.0f} % of experts are in a slot, as on a recorded text"
+            f"{disk.bytes_per_s / 1e9:.2f} GB/s if {100 * estimate.hit_rate:.0f} % of experts are in a slot, as on a recorded "
+            "text"
         )
     else:
         print(f"no estimate of speed: the disk was {disk.note or 'not measured'}")

@@ -8,6 +8,7 @@ from huorn.assets import EMBEDDED_MODEL
 from huorn.checkpoint.reader import Checkpoint
 from huorn.memory import MemoryBudget, checkpoint_budget, format_bytes, memory_budget, resident_set_bytes
 from huorn.model.precision import Precision
+from huorn.model.tables import Tables
 from huorn.synth.presets import find_preset
 from huorn.synth.tensors import text_tensors
 
@@ -41,7 +42,8 @@ def model_fits(available_bytes: int, context: int) -> tuple[ModelFit, ...]:
             Checkpoint.open(EMBEDDED_MODEL), context, Precision.BF16, resident=True
         )
     config = find_preset("qwen3.5-35b-a3b-fp8").config
-    sizes = {tensor.name: tensor.nbytes for tensor in text_tensors(config)}
+    tables = Tables(config, two_pass=True, by_row=True)
+    sizes = {tensor.name: tables.held_bytes(tensor.name, tensor.nbytes) for tensor in text_tensors(config)}
     budgets["Qwen3.5-35B-A3B FP8"] = memory_budget(
         sizes, config, context, Precision.BF16, resident_set_bytes()
     )

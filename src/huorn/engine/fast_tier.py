@@ -13,6 +13,7 @@ from huorn.machine.limits import available_bytes
 from huorn.memory import MemoryBudget, checkpoint_budget, format_bytes
 from huorn.model.cpu_experts import MappedAdvice
 from huorn.model.precision import Precision
+from huorn.model.tables import LmHead
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,12 @@ class FastTier:
 
 
 def plan_fast_tier(
-    checkpoint: Checkpoint, asked: Residency, context: int, precision: Precision, threads: int
+    checkpoint: Checkpoint,
+    asked: Residency,
+    context: int,
+    precision: Precision,
+    threads: int,
+    lm_head: LmHead = "two-pass",
 ) -> FastTier:
     """From headers alone: no tensor is read.
 
@@ -53,8 +59,8 @@ def plan_fast_tier(
     """
     config = checkpoint.config
     experts, top_k = config.num_hidden_layers * config.num_experts, config.num_experts_per_tok
-    whole, free = checkpoint_budget(checkpoint, context, precision, True, threads), available_bytes()
-    needed = checkpoint_budget(checkpoint, context, precision, False, threads)
+    whole, free = checkpoint_budget(checkpoint, context, precision, True, threads, lm_head), available_bytes()
+    needed = checkpoint_budget(checkpoint, context, precision, False, threads, lm_head)
     fixed = needed.resident_bytes
     if precision is Precision.F32:
         return _all_in_f32(whole, asked, free)

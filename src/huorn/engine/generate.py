@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
 from huorn.engine.prefix import PrefixState
 from huorn.engine.process import peak_rss_bytes
 from huorn.engine.sampling import Sampler, SamplingSettings
 from huorn.engine.session import Session
 from huorn.engine.stream import StopStrings, StreamDecoder
 from huorn.errors import UsageError
+from huorn.model.next_token import NextToken
 from huorn.schedule.shapes import PREFILL_CHUNK
 
 # stop: an end token or a stop string; length: max_tokens or the context is used up; cancelled: asked to stop.
@@ -110,10 +109,13 @@ class Generation:
 
     def _tokens(self) -> Iterator[int]:
         """Yield picked ids up to the limit, an end token or `cancel`, and set the finish reason."""
-        logits = self._prefill()
-        while logits is not None and len(self._pick_times) < self._limit:
-            token_id = self._sampler.pick(logits)
+        begin = time.monotonic()
+        token = self._prefill(begin)
+        while token is not None and len(self._pick_times) < self._limit:
+            token_id = self._sampler.pick(token)
             self._pick_times.append(time.monotonic())
+            if len(self._pick_times) == 1:  # logits are computed when they are asked for
+                self._prefill_s = self._pick_times[0] - begin
             if token_id in self._stop_ids:
                 self._finish_reason = "stop"
                 return
@@ -121,24 +123,23 @@ class Generation:
             if self._cancelled:
                 return
             if len(self._pick_times) < self._limit:  # the last token's logits would pick nothing
-                logits = self._state.read([token_id])
-        if logits is not None:
+                token = self._state.read([token_id])
+        if token is not None:
             self._finish_reason = "length"
 
-    def _prefill(self) -> Tensor | None:
-        """Read the prompt and return the logits [V] after it; None when cancelled on the way."""
-        begin = time.monotonic()
+    def _prefill(self, begin: float) -> NextToken | None:
+        """Read the prompt, since `begin`, and return what comes after it; None when cancelled on the way."""
         start = self._state.rewind(self._prompt_ids)
-        logits = None
+        token = None
         for first, end in _chunks(start, self._mark_at, len(self._prompt_ids)):
             if self._cancelled:
                 return None
-            logits = self._state.read(self._prompt_ids[first:end])
+            token = self._state.read(self._prompt_ids[first:end])
             self._read_tokens += end - first
             self._prefill_s = time.monotonic() - begin
             if end == self._mark_at:
                 self._state.mark()
-        return logits
+        return token
 
     def _emit(self, piece: str) -> Iterator[str]:
         if piece:

@@ -22,21 +22,31 @@ from huorn.model.cpu_decoder import CpuDecoder
 from huorn.model.cpu_experts import ExpertTable, MappedTable
 from huorn.model.cpu_load import load_cpu_decoder
 from huorn.model.precision import Precision
+from huorn.model.tables import LmHead, Tables
 
 
 def open_cpu_decoder(
-    checkpoint: Checkpoint, asked: Residency, context: int, precision: Precision, threads: int
+    checkpoint: Checkpoint,
+    asked: Residency,
+    context: int,
+    precision: Precision,
+    threads: int,
+    lm_head: LmHead,
 ) -> tuple[CpuDecoder, FastTier, ExpertCache | None]:
     """The decoder on native kernels (logits depend on the token ids alone, to the bit), what it has in RAM, and its cache where
     that is not everything. Raises CheckpointError, UsageError."""
-    tier = plan_fast_tier(checkpoint, asked, context, precision, threads)
+    tier = plan_fast_tier(checkpoint, asked, context, precision, threads, lm_head)
     runtime = _native.Runtime(threads, isa.chosen())
     scores = None if asked.warm is None else _saved(asked.warm, checkpoint)
     cache = None if tier.store is None else open_cache(tier.store, tier.slots, asked.policy)
     if cache is not None and scores is not None:
         cache.warm_up(scores)
     table: ExpertTable | None = cache if asked.mapped is None else MappedTable(checkpoint, asked.mapped)
-    return load_cpu_decoder(checkpoint, precision, runtime, table), tier, cache
+    return (
+        load_cpu_decoder(checkpoint, precision, runtime, table, Tables.of(checkpoint, precision, lm_head)),
+        tier,
+        cache,
+    )
 
 
 def _saved(warm: Path, checkpoint: Checkpoint) -> NDArray[np.float64] | None:

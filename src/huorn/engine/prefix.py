@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from huorn.model.backend import LanguageModel
+from huorn.model.next_token import NextToken
 from huorn.model.state import DecodeState
 
 
@@ -39,7 +40,7 @@ class PrefixState:
     def rewind(self, ids: Sequence[int]) -> int:
         """Go back to the longest point that is a true prefix of `ids` and return its length; 0 is the empty sequence.
 
-        At least one id is left to read, because only reading gives logits.
+        At least one id is left to read, because only reading gives a next token.
         """
         wanted = list(ids)
         for point in (self._end, self._marked):
@@ -50,18 +51,18 @@ class PrefixState:
         self.mark()
         return 0
 
-    def read(self, ids: Sequence[int]) -> Tensor:
-        """Read 1 to PREFILL_CHUNK ids and return the logits [V] f32 after the last.
+    def read(self, ids: Sequence[int]) -> NextToken:
+        """Read 1 to PREFILL_CHUNK ids and return what comes after the last.
 
         Whatever interrupts it, Ctrl-C included, leaves the points that `rewind` knows as they were: the new end is one
         assignment, and what was written past a point counts for nothing.
         """
-        logits = self._decoder.forward(torch.tensor(ids, dtype=torch.int64), self._state)
+        token = self._decoder.next_token(torch.tensor(ids, dtype=torch.int64), self._state)
         self._ids.extend(ids)
         before, self._end = self._end, _Point(len(self._ids), self._state.conv, self._state.recurrent)
         if before not in (self._start, self._marked):
             self._state.reuse(before.conv, before.recurrent)
-        return logits[-1]
+        return token
 
     def mark(self) -> None:
         """Keep the end so far to come back to, in place of what was kept before."""

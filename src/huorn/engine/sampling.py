@@ -4,8 +4,8 @@ The order of operations, always the same:
 
 1. **repetition penalty** r on every id seen in the prompt or generated: l / r when l > 0, else l * r (Keskar et al. 2019, CTRL);
 2. **presence** p and **frequency** f penalties on generated ids only: l - p - f * count (the OpenAI API's formula);
-3. **temperature** t: l / t; t = 0 stops here and takes the largest logit (greedy);
-4. **top-k**: the k largest logits stay;
+3. **greedy** for temperature 0: the largest logit, and nothing of what follows;
+4. **top-k**: the k largest logits stay, and are divided by the **temperature**;
 5. **top-p**: softmax over what stayed, then the shortest run of largest probabilities whose sum reaches p stays;
 6. **min-p**: probabilities of at least min_p times the largest stay;
 7. **draw**: what stayed is renormalised and laid out by ascending id; one uniform number picks.
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from huorn.errors import HuornError, UsageError
+from huorn.model.next_token import Adjustment, Candidates, FullLogits, NextToken
 
 
 @dataclass(frozen=True)
@@ -88,47 +89,53 @@ class Sampler:
         # Python's generator: its random() is promised to give the same numbers on every version and machine.
         self._random = random.Random(settings.seed)
 
-    def pick(self, logits: Tensor) -> int:
-        """Return the next token id for `logits` [V] f32 and count it as generated.
+    def pick(self, logits: Tensor | NextToken) -> int:
+        """Return the next token id, of which all logits [V] f32 or a NextToken are known, and count it as generated.
 
-        Raises HuornError when the logits hold NaN or +inf, or nothing above -inf.
+        Raises HuornError when the logits hold NaN or +inf, or nothing above -inf; CheckpointError as NextToken does.
         """
+        token = FullLogits.of(logits) if isinstance(logits, Tensor) else logits
+        adjustment = None if self._plain else self._adjustment()
+        wanted = 1 if self._settings.temperature == 0.0 else self._settings.top_k
+        found = token.largest(wanted, adjustment) if wanted else Candidates(None, token.full())
         if self._plain:
-            scores = logits.numpy()  # out of the caches, each operation of torch costs 0.1 ms
-            token_id = int(scores.argmax())  # the first of equal maxima, and a NaN before everything
-            _check_finite(float(scores[token_id]))
+            scores = found.logits.numpy()  # out of the caches, each operation of torch costs 0.1 ms
+            place = int(scores.argmax())  # the first of equal maxima, and a NaN before everything
+            _check_finite(float(scores[place]))
         else:
-            wide = logits.to(torch.float64, copy=True)
+            wide = found.logits.to(torch.float64, copy=True)
             _check_finite(float(wide.max()))  # max() propagates NaN
-            self._penalise(wide)
-            token_id = self._choose(wide)
+            if adjustment is not None:
+                adjustment.apply(wide, found.ids)
+            place = self._choose(wide)
+        token_id = place if found.ids is None else int(found.ids[place])
         self._seen.add(token_id)
         self._generated[token_id] += 1
         return token_id
 
-    def _penalise(self, scores: Tensor) -> None:
-        """Steps 1 and 2, in place."""
-        settings = self._settings
-        if settings.repetition_penalty != 1.0 and self._seen:
-            ids = torch.tensor(sorted(self._seen))
-            seen = scores[ids]
-            scores[ids] = torch.where(
-                seen > 0, seen / settings.repetition_penalty, seen * settings.repetition_penalty
-            )
-        if (settings.presence_penalty or settings.frequency_penalty) and self._generated:
-            ids = torch.tensor(list(self._generated.keys()))
-            counts = torch.tensor(list(self._generated.values()), dtype=torch.float64)
-            scores[ids] -= settings.presence_penalty + settings.frequency_penalty * counts
+    def _adjustment(self) -> Adjustment | None:
+        """Steps 1 and 2; None where they change nothing."""
+        settings, counts = self._settings, self._generated
+        per_token = settings.presence_penalty != 0.0 or settings.frequency_penalty != 0.0
+        ids = sorted(self._seen if settings.repetition_penalty != 1.0 else counts.keys() if per_token else ())
+        if not ids:
+            return None
+        minus = torch.zeros(len(ids), dtype=torch.float64)
+        if per_token:
+            generated = torch.tensor([counts[token_id] for token_id in ids], dtype=torch.float64)
+            penalties = settings.presence_penalty + settings.frequency_penalty * generated
+            minus = torch.where(generated > 0, penalties, minus)
+        return Adjustment(torch.tensor(ids), settings.repetition_penalty, minus)
 
     def _choose(self, scores: Tensor) -> int:
-        """Steps 3 to 7 on `scores` [V] f64."""
+        """The place of what steps 3 to 7 pick of `scores` [N] f64, which lie by ascending id."""
         settings = self._settings
         if settings.temperature == 0.0:
             return int(torch.argmax(scores))  # the first of equal maxima
-        # Subtracting the maximum first keeps a tiny temperature from overflowing: the best id stays at exactly 0.
-        scores = (scores - scores.max()) / settings.temperature
         ids = keep_top_k(scores, settings.top_k)
-        weights = torch.exp(scores[ids])  # softmax without its denominator; the largest is 1
+        # Subtracting the maximum first keeps a tiny temperature from overflowing: the best id stays at exactly 0.
+        scores = (scores[ids] - scores.max()) / settings.temperature
+        weights = torch.exp(scores)  # softmax without its denominator; the largest is 1
         kept = keep_top_p(weights, settings.top_p)
         ids, weights = ids[kept], weights[kept]
         kept = (weights >= settings.min_p) & (weights > 0.0)

@@ -26,6 +26,7 @@ from huorn.model.backend import Backend, LanguageModel
 from huorn.model.load import load_decoder
 from huorn.model.precision import Precision
 from huorn.model.state import state_bytes
+from huorn.model.tables import LmHead
 
 DEFAULT_CONTEXT = 4096
 
@@ -50,14 +51,16 @@ class Session:
     @classmethod
     def open(
         cls, directory: Path | None, context: int | None = None, threads: int | None = None,
-        precision: Precision = Precision.BF16, backend: Backend = "cpu", residency: Residency | None = None,
+        precision: Precision = Precision.BF16, backend: Backend = "cpu", lm_head: LmHead = "two-pass",
+        residency: Residency | None = None,
     ) -> Session:  # fmt: skip
         """Open the checkpoint in `directory`, the embedded model when it is None.
 
         `context` None is 4096 tokens or what the model was made for, whichever is less; `threads` None is every core this
-        process may use. `backend` is cpu (native kernels) or reference (PyTorch, the
-        oracle); `residency` limits the memory that it takes. What is cheap to check is checked before weights are loaded.
-        Raises UsageError, CheckpointError.
+        process may use. `backend` is cpu (native kernels) or reference (PyTorch, the oracle). `lm_head` two-pass leaves the
+        embedding and the BF16 weights of the output head in the file, where they are large; full holds them in RAM. `residency`
+        limits the memory that all takes. What is cheap to check is checked before weights are loaded. Raises UsageError,
+        CheckpointError.
         """
         directory = existing_model(directory)
         threads = checked_threads(threads)
@@ -70,7 +73,7 @@ class Session:
         asked, tier, cache = residency or Residency(), None, None
         decoder: LanguageModel
         if backend == "cpu":
-            decoder, tier, cache = open_cpu_decoder(checkpoint, asked, context, precision, threads)
+            decoder, tier, cache = open_cpu_decoder(checkpoint, asked, context, precision, threads, lm_head)
         elif asked.asked:
             raise UsageError("--memory and --slots need the native kernels: use --backend cpu")
         else:

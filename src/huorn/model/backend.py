@@ -7,8 +7,10 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from huorn.checkpoint.config import ModelConfig
+from huorn.model.next_token import NextToken
 from huorn.model.precision import Precision
 from huorn.model.state import DecodeState
+from huorn.model.tables import LmHead
 
 Backend = Literal["cpu", "reference"]
 
@@ -26,6 +28,16 @@ class LanguageModel(Protocol):
         """What operands are rounded to."""
         ...
 
+    @property
+    def lm_head_kind(self) -> LmHead:
+        """How next tokens are computed."""
+        ...
+
     def forward(self, token_ids: Tensor, state: DecodeState, all_logits: bool = False) -> Tensor:
         """Appends int64 [T] to the sequence in `state` -> logits f32 [1, V], or [T, V] with all_logits."""
+        ...
+
+    def next_token(self, token_ids: Tensor, state: DecodeState) -> NextToken:
+        """Appends int64 [T] to the sequence in `state` -> the token after the last one; where the backend can,
+        only what is asked for is computed."""
         ...

@@ -13,12 +13,17 @@ from torch import Tensor
 
 from huorn import _native
 from huorn.checkpoint.config import ModelConfig
+from huorn.checkpoint.row_table import RowTable
+from huorn.checkpoint.weight import Weight
 from huorn.kernels.operand import Operand
 from huorn.model.cpu_experts import ExpertTable
 from huorn.model.decoder import check_tokens
+from huorn.model.head import Head
+from huorn.model.next_token import NextToken
 from huorn.model.precision import Precision
 from huorn.model.rotary import Rotary
 from huorn.model.state import DecodeState
+from huorn.model.tables import LmHead
 from huorn.schedule.plan import BUCKET_TOKENS, Plan
 from huorn.schedule.shapes import columns
 
@@ -33,6 +38,10 @@ class CpuLayer:
     mixer: _native.DeltaNet | _native.Attention
     router: _native.Router
     experts: _native.ExpertLayer
+
+
+# (conv, recurrent) of each sequence
+Spares = Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +113,10 @@ class CpuDecoder:
     config: ModelConfig
     precision: Precision
     runtime: _native.Runtime
-    embedding: Operand
+    embedding: Operand | RowTable
     layers: Sequence[CpuLayer]
     experts: ExpertTable
-    norm_scale: Tensor
-    lm_head: Operand
+    head: Head
     rotary: Rotary
     alive: Sequence[object]
     quick_pairs: bool = True
@@ -126,38 +134,70 @@ class CpuDecoder:
     def forward_batch(self, sequences: Sequences, all_logits: bool = False) -> list[Tensor]:
         """`forward` for several sequences at once, each with its own state: weights are read once for all of them, and each
         gets the bits that it gets alone."""
+        x, spares = self._run(sequences)
+        logits = self._logits(x, sequences.lengths, all_logits)
+        self._commit(sequences, spares)
+        return logits
+
+    @property
+    def lm_head_kind(self) -> LmHead:
+        """How next tokens are computed."""
+        return self.head.kind
+
+    def next_token(self, token_ids: Tensor, state: DecodeState) -> NextToken:
+        """`forward` without logits: they are computed when they are asked for, as many as are asked for."""
+        return self.next_tokens(Sequences([token_ids], [state]))[0]
+
+    def next_tokens(self, sequences: Sequences) -> Sequence[NextToken]:
+        """`next_token` for several sequences at once."""
+        x, spares = self._run(sequences)
+        tokens = self.head.next_tokens(self.runtime, _last(x, sequences.lengths).clone(), self._wide(len(x)))
+        self._commit(sequences, spares)
+        return tokens
+
+    def _run(self, sequences: Sequences) -> tuple[Tensor, Spares]:
+        """All layers: x f32 [T, D] behind them, in the buffers, and what each state is to become."""
         for token_ids, state in zip(sequences.ids, sequences.states, strict=True):
             check_tokens(token_ids, state, self.config)
         all_ids = sequences.ids[0] if len(sequences.ids) == 1 else torch.cat(list(sequences.ids))
         tokens, spares = all_ids.shape[0], [state.spare() for state in sequences.states]
-        buffers, wide = self._room(tokens), min(tokens, columns("cpu", self.runtime.isa, "dense"))
-        step = buffers.step(self.runtime, sequences.lengths, wide)
+        buffers = self._room(tokens)
+        step = buffers.step(self.runtime, sequences.lengths, self._wide(tokens))
         rotations = self._point_to_states(step, sequences, spares)
 
-        table = self.embedding
-        self.runtime.embed(
-            table.data.data_ptr(),
-            table.format,
-            self.config.hidden_size,
-            all_ids.data_ptr(),
-            tokens,
-            buffers.x.data_ptr(),
-        )
+        self._embed(all_ids, buffers.x)
         if self.quick_pairs and self.experts.quick and tokens < BUCKET_TOKENS:
             self._run_few(step, buffers, tokens)
         else:
             self._run_layers(step, buffers.ids[:tokens].numpy())
-        logits = self._logits(sequences, buffers, all_logits, wide)
         del rotations  # until here the step points to them
+        return buffers.x[:tokens], spares
+
+    def _commit(self, sequences: Sequences, spares: Spares) -> None:
         for length, state, (conv, recurrent) in zip(sequences.lengths, sequences.states, spares, strict=True):
             state.commit(length, zip(conv, recurrent, strict=True))
-        return logits
+
+    def _embed(self, ids: Tensor, x: Tensor) -> None:
+        """Writes the rows of ids int64 [T] to x f32 [>= T, D]."""
+        table = self.embedding
+        if isinstance(table, RowTable):
+            rows = Weight(table.rows(ids), name=table.name)
+            x[: len(ids)] = Operand.of(rows, self.precision is Precision.F32).data
+            return
+        self.runtime.embed(
+            table.data.data_ptr(),
+            table.format,
+            self.config.hidden_size,
+            ids.data_ptr(),
+            len(ids),
+            x.data_ptr(),
+        )
 
     def _point_to_states(
         self,
         step: _native.Step,
         sequences: Sequences,
-        spares: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]],
+        spares: Spares,
     ) -> object:
         """Tells the step where each layer finds what sequences left behind, and puts what they leave; returns what must live
         as long as the step."""
@@ -213,18 +253,15 @@ class CpuDecoder:
         """The plan for the experts ids int32 [T, K] of one layer call."""
         return Plan.of(ids, columns("cpu", self.runtime.isa, "expert"))
 
-    def _logits(self, sequences: Sequences, buffers: Buffers, all_logits: bool, wide: int) -> list[Tensor]:
-        """f32 [1 or t, V] for each sequence."""
-        lengths = sequences.lengths
-        x, count = buffers.x, sum(lengths)
-        if not all_logits and len(lengths) < count:
-            x, count, lengths = x[torch.tensor(lengths).cumsum(0) - 1], len(lengths), [1] * len(lengths)
-        out = torch.empty(count, self.config.vocab_size)
-        self.runtime.linear(
-            self.head_matrix, self.norm_scale.data_ptr(), self.config.rms_norm_eps, x.data_ptr(), count, min(wide, count),
-            out.data_ptr(),
-        )  # fmt: skip
-        return [out] if len(lengths) == 1 else list(out.split(lengths))
+    def _logits(self, x: Tensor, lengths: Sequence[int], all_logits: bool) -> list[Tensor]:
+        """f32 [1 or t, V] for each sequence, of x f32 [T, D]."""
+        if not all_logits:
+            x, lengths = _last(x, lengths), [1] * len(lengths)
+        return list(self.head.full(self.runtime, x, self._wide(len(x))).split(list(lengths)))
+
+    def _wide(self, tokens: int) -> int:
+        """Columns per pass over a dense weight."""
+        return min(tokens, columns("cpu", self.runtime.isa, "dense"))
 
     @cached_property
     def native_layers(self) -> _native.Layers:
@@ -234,15 +271,15 @@ class CpuDecoder:
             layers.add(layer.mixer, layer.router, layer.experts)
         return layers
 
-    @cached_property
-    def head_matrix(self) -> _native.Matrix:
-        """lm_head for a kernel call."""
-        return self.lm_head.matrix()
-
     def _room(self, tokens: int) -> Buffers:
         if self._buffers is None or self._buffers.tokens < tokens:
             self._buffers = Buffers(self.config, tokens)
         return self._buffers
+
+
+def _last(x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Of x f32 [T, D] the row of each sequence's last token."""
+    return x if len(lengths) == len(x) else x[torch.tensor(lengths).cumsum(0) - 1]
 
 
 def _addresses(by_sequence: Sequence[Sequence[Tensor]]) -> list[int]:

@@ -8,38 +8,49 @@ from torch import Tensor
 
 from huorn import _native
 from huorn.checkpoint.reader import Checkpoint
+from huorn.checkpoint.row_table import RowTable
 from huorn.checkpoint.tensor_check import kind_of
 from huorn.kernels.huge_pages import HugePages, padded
 from huorn.kernels.operand import Operand, common_format
 from huorn.model.cpu_decoder import CpuDecoder, CpuLayer
 from huorn.model.cpu_experts import ExpertTable, ResidentTable
+from huorn.model.head import FullHead, Head, Norm
 from huorn.model.precision import Precision
 from huorn.model.rotary import Rotary
+from huorn.model.tables import Tables, coded_bytes
+from huorn.model.two_pass_head import TwoPassHead
 
 
 def load_cpu_decoder(
-    checkpoint: Checkpoint, precision: Precision, runtime: _native.Runtime, table: ExpertTable | None = None
+    checkpoint: Checkpoint,
+    precision: Precision,
+    runtime: _native.Runtime,
+    table: ExpertTable | None = None,
+    tables: Tables | None = None,
 ) -> CpuDecoder:
     """Reads everything that every token needs into huge pages. The experts are those of `table`; without one all are read too.
+    `tables` says where embedding and lm_head lie, by default as Tables.of has it.
     Checks that every text tensor was used.
 
     Raises CheckpointError; OSError when memory is refused.
     """
-    needed, experts = stored_bytes(checkpoint)
+    tables = tables or Tables.of(checkpoint, precision)
+    needed, experts = stored_bytes(checkpoint, tables)
     memory = HugePages(needed + (experts if table is None else 0))
-    decoder = _Loader(checkpoint, precision, runtime, memory).decoder(table)
+    decoder = _Loader(checkpoint, precision, runtime, memory, tables).decoder(table)
     checkpoint.assert_text_tensors_used()
     return decoder
 
 
-def stored_bytes(checkpoint: Checkpoint) -> tuple[int, int]:
-    """(bytes of the weights that every token needs, bytes of the routed experts), as stored and as HugePages packs them."""
+def stored_bytes(checkpoint: Checkpoint, tables: Tables) -> tuple[int, int]:
+    """(bytes of the weights that every token needs, bytes of the routed experts), as HugePages packs them: as stored, but for the
+    tables."""
     needed = experts = 0
     for name, info in checkpoint.infos.items():
         if kind_of(name) != "text":
             continue
         if ".mlp.experts." not in name:
-            needed += padded(info.nbytes)
+            needed += padded(tables.held_bytes(name, info.nbytes))
         elif checkpoint.layout.fused_experts:
             count = checkpoint.config.num_experts
             experts += count * padded(info.nbytes // count)
@@ -54,12 +65,13 @@ class _Loader:
     precision: Precision
     runtime: _native.Runtime
     memory: HugePages
+    tables: Tables
     alive: list[object] = field(default_factory=list)
 
     def decoder(self, table: ExpertTable | None) -> CpuDecoder:
         config = self.checkpoint.config
-        embedding = self._operand("embed_tokens.weight")
-        head = embedding if config.tie_word_embeddings else self._operand("lm_head.weight")
+        embedding = self._embedding()
+        head = self._head(embedding)
         layers = [self._mixer(layer) for layer in range(config.num_hidden_layers)]
         table = table or ResidentTable(self.checkpoint, self._f32, self.memory)
         return CpuDecoder(
@@ -69,11 +81,24 @@ class _Loader:
             embedding=embedding,
             layers=[self._layer(number, mixer, table) for number, mixer in enumerate(layers)],
             experts=table,
-            norm_scale=self._norm("norm.weight"),
-            lm_head=head,
+            head=head,
             rotary=Rotary(config),
             alive=self.alive,
         )
+
+    def _embedding(self) -> Operand | RowTable:
+        name = "embed_tokens.weight"
+        return self.checkpoint.row_table(name) if self.tables.by_row else self._operand(name)
+
+    def _head(self, embedding: Operand | RowTable) -> Head:
+        config, name = self.checkpoint.config, "lm_head.weight"
+        norm = Norm(self._norm("norm.weight"), config.rms_norm_eps)
+        if self.tables.two_pass:
+            room = self.memory.take(coded_bytes(config))
+            return TwoPassHead.build(self.checkpoint.row_table(name), norm, self.runtime, room)
+        if config.tie_word_embeddings and isinstance(embedding, Operand):
+            return FullHead(embedding, norm)
+        return FullHead(self._operand(name), norm)
 
     @property
     def _f32(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from huorn.model.attention import GatedAttention
 from huorn.model.delta_net import GatedDeltaNet
 from huorn.model.linear import Embedding, Linear
 from huorn.model.moe import MoeBlock
+from huorn.model.next_token import FullLogits, NextToken
 from huorn.model.norm import RMSNorm
 from huorn.model.precision import Precision
 from huorn.model.rotary import Rotary
 from huorn.model.state import DecodeState
+from huorn.model.tables import LmHead
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +43,7 @@ class Decoder:
     norm: RMSNorm
     lm_head: Linear
     rotary: Rotary
+    lm_head_kind: LmHead = field(default="full", init=False)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, state: DecodeState, all_logits: bool = False) -> Tensor:
@@ -69,6 +72,10 @@ class Decoder:
 
         state.commit(tokens, after)
         return logits
+
+    def next_token(self, token_ids: Tensor, state: DecodeState) -> NextToken:
+        """`forward` for the token after the last one."""
+        return FullLogits.of(self.forward(token_ids, state)[0])
 
 
 def check_tokens(token_ids: Tensor, state: DecodeState, config: ModelConfig) -> int:
