@@ -236,8 +236,12 @@ def test_a_session_goes_on_in_the_order_of_another(name: str) -> None:
             assert second.victim(layer, gone) == key
             gone.append(key)
         assert len(gone) == 48
-    second.use(0, ids_of([5, 6, 7]))
+    second.use(
+        0, ids_of([5, 6, 7])
+    )  # what is used now outlives the residents that came from before and are used no more
     assert second.scores()[0, [5, 6, 7]].min() >= 1
+    if name.endswith("lru"):
+        assert second.scores()[0, [5, 6, 7]].min() > np.delete(second.scores()[0], [5, 6, 7]).max()
     scores = first.scores()
     scores[:] = -1  # a copy
     assert (first.scores() >= 0).all()

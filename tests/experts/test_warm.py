@@ -110,7 +110,13 @@ def renamed(folder: Path) -> None:
     index.write_text(index.read_text().replace("a.safetensors", "b.safetensors"))
 
 
-@pytest.mark.parametrize("change", [reindexed, renamed])
+def replaced(folder: Path) -> None:
+    """Another download under the same names."""
+    reindexed(folder)
+    touched(folder / "a.safetensors")
+
+
+@pytest.mark.parametrize("change", [reindexed, renamed, replaced])
 def test_another_index_is_another_checkpoint(sharded: Path, change: Any, tmp_path: Path) -> None:
     path = tmp_path / "warm.json"
     save_warm(path, identity_of(sharded), some_scores())
