@@ -109,7 +109,7 @@ def test_slots_are_a_line_of_their_own(small: Checkpoint) -> None:
 def test_the_int8_copy_stands_for_the_head(small: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huorn.model.tables.LARGE_BYTES", 0)
     two_pass, full = (
-        checkpoint_budget(small, 100, Precision.BF16, lm_head=kind) for kind in ("two-pass", "full")
+        checkpoint_budget(small, 100, Precision.BF16, True, lm_head=kind) for kind in ("two-pass", "full")
     )
     rows, width = small.config.vocab_size, small.config.hidden_size
     assert lines(two_pass)["output head"] == rows * width + -(-8 * rows // 4096) * 4096

@@ -30,7 +30,6 @@ from huorn.model.state import DecodeState
 from huorn.model.tables import Tables
 from huorn.model.two_pass_head import TwoPassHead
 
-PLENTY = 1 << 34
 PROMPT = "def quicksort(items):"
 
 
@@ -77,7 +76,7 @@ def decoders(folder: Path, isa: str) -> tuple[CpuDecoder, CpuDecoder]:
     for two_pass in (True, False):
         checkpoint = Checkpoint.open(folder)
         how = Tables(checkpoint.config, two_pass=two_pass, by_row=two_pass)
-        opened.append(load_cpu_decoder(checkpoint, Precision.BF16, _native.Runtime(2, isa), PLENTY, how))
+        opened.append(load_cpu_decoder(checkpoint, Precision.BF16, _native.Runtime(2, isa), tables=how))
     assert [decoder.lm_head_kind for decoder in opened] == ["two-pass", "full"]
     return opened[0], opened[1]
 
@@ -157,7 +156,7 @@ def test_what_is_held_in_ram(large: None, tmp_path: Path) -> None:
             for kind in ("full", "two-pass")
         ]
         assert abs(needs[0] - needs[1] - saved) < 3 * 4096
-        decoder = load_cpu_decoder(checkpoint, Precision.BF16, _native.Runtime(1, available()[-1]), PLENTY)
+        decoder = load_cpu_decoder(checkpoint, Precision.BF16, _native.Runtime(1, available()[-1]))
         assert decoder.lm_head_kind == "two-pass"
 
 
@@ -185,9 +184,9 @@ def test_only_the_embedding_in_the_file(isa: str) -> None:
     ids = torch.tensor([4095, 0, 17, 0])
     for precision in Precision:
         runtime = _native.Runtime(1, isa)
-        by_row = load_cpu_decoder(Checkpoint.open(EMBEDDED_MODEL), precision, runtime, PLENTY, how)
+        by_row = load_cpu_decoder(Checkpoint.open(EMBEDDED_MODEL), precision, runtime, tables=how)
         resident = load_cpu_decoder(
-            Checkpoint.open(EMBEDDED_MODEL), precision, runtime, PLENTY, replace(how, by_row=False)
+            Checkpoint.open(EMBEDDED_MODEL), precision, runtime, tables=replace(how, by_row=False)
         )
         ours, theirs = (
             decoder.forward(ids, DecodeState.new(checkpoint.config, 8, precision), all_logits=True)
@@ -203,9 +202,7 @@ def test_a_damaged_row_of_the_embedding_changes_nothing(large: None, tmp_path: P
     with info.file.open("r+b") as file:
         file.seek(info.start + 77 * 512)
         file.write(b"\xc0\x7f")
-    decoder = load_cpu_decoder(
-        Checkpoint.open(folder), Precision.BF16, _native.Runtime(1, available()[-1]), PLENTY
-    )
+    decoder = load_cpu_decoder(Checkpoint.open(folder), Precision.BF16, _native.Runtime(1, available()[-1]))
     state = DecodeState.new(decoder.config, 50, Precision.BF16)
     decoder.next_token(torch.tensor([76, 78]), state)
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight holds NaN or infinity"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 from huorn.checkpoint.reader import Checkpoint
@@ -123,8 +124,8 @@ def _all_in_f32(whole: MemoryBudget, asked: Residency, free: int) -> FastTier:
 
 def _asked_slots(slots: float, experts: int, top_k: int) -> int:
     """--slots as a number, at least what one layer of one token uses."""
-    count = round(slots * experts) if 0 < slots <= 1 else int(slots)
-    if not slots > 0 or (slots > 1 and count != slots) or not top_k <= count <= experts:
+    count = round(slots * experts) if 0 < slots <= 1 else round(slots) if isfinite(slots) else 0
+    if (slots > 1 and count != slots) or not top_k <= count <= experts:
         raise UsageError(
             f"--slots is {slots:g}, but it must be a share of all experts up to 1 (0.25), or a number of them from {top_k} to "
             f"{experts:,}"
