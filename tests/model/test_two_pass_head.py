@@ -239,6 +239,21 @@ def test_adjusting_some_is_adjusting_all() -> None:
         assert torch.equal(some, everything[ids])
 
 
+def test_adjusted_bounds_are_rounded_outwards() -> None:
+    """Adjusting is done in F64, bounds are F32."""
+    ends = normal(500) * 10
+    ids = torch.arange(0, 500, 3)
+    adjustment = Adjustment(ids, 1.7, 1e6 * normal(len(ids), seed=1).double())
+    exact = ends.double()
+    adjustment.apply(exact)
+    for outwards, sign in ((-math.inf, -1), (math.inf, 1)):
+        bound = two_pass_head._adjusted(ends, adjustment, outwards).double()
+        assert (sign * (bound - exact)[ids] > 0).all()
+        assert ((bound - exact).abs()[ids] <= exact.abs()[ids] * 2.0**-22).all()
+        bound[ids] = exact[ids]
+        assert torch.equal(bound, exact)
+
+
 # ---- how much is read ----
 
 
@@ -295,6 +310,17 @@ def test_damaged_hidden_states_are_an_error(runtime: _native.Runtime, tmp_path: 
     for settings in (SamplingSettings(), SamplingSettings(temperature=1.0, top_k=5, repetition_penalty=1.1)):
         with pytest.raises(HuornError, match="largest logit"):
             Sampler(settings, [1, 2, 3]).pick(ours)
+
+
+def test_a_logit_that_overflows_on_the_way_is_an_error(runtime: _native.Runtime, tmp_path: Path) -> None:
+    """The sum of row 7 passes 2^128 and comes back; that of its codes stays small, and row 9 has a large logit."""
+    weight = weight_of("normal", 5000, 256)
+    weight[7, :128], weight[7, 128:], weight[9] = 3e38, -3e38, 1e35
+    heads = Heads.of(runtime, weight, tmp_path)
+    heads.full.norm.scale.fill_(1)
+    for token in heads.tokens(torch.ones(1, 256))[0]:
+        with pytest.raises(HuornError, match="largest logit"):
+            Sampler(SamplingSettings(), []).pick(token)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
