@@ -45,7 +45,7 @@ SourceFile::SourceFile(int number, const char* path, bool direct)
     close(descriptor_);
     throw std::system_error(error, std::generic_category());
   }
-  fcntl(descriptor_, F_SETFL, direct_ ? kDirect : 0);  // io_uring takes O_NONBLOCK as a wish for EAGAIN
+  fcntl(descriptor_, F_SETFL, direct_ ? kDirect : 0);  // O_NONBLOCK has done its part; old io_uring ends such reads with EAGAIN
   size_ = now.st_size;
   changed_ = now.st_mtim;
 }

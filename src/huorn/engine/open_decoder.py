@@ -13,7 +13,7 @@ from huorn.engine.fast_tier import FastTier, Residency, plan_fast_tier
 from huorn.errors import UsageError
 from huorn.experts.cache import ExpertCache
 from huorn.experts.policy import make_policy
-from huorn.experts.reader import LANES, STRIPE_BYTES
+from huorn.experts.reader import LANES, STRIPE_BYTES, URING
 from huorn.experts.slots import Slots
 from huorn.experts.store import ExpertStore
 from huorn.experts.warm import checkpoint_identity, load_warm
@@ -67,7 +67,7 @@ def open_cache(store: ExpertStore, slots: int, policy: str) -> ExpertCache:
         raise UsageError(
             f"{slots:,} slots of {store.slot_bytes:,} bytes were refused by the system: give fewer --slots or less --memory"
         ) from error
-    reader = _native.Reader(LANES, STRIPE_BYTES, direct=True, uring=True)
+    reader = _native.Reader(LANES, STRIPE_BYTES, direct=True, uring=URING)
     return ExpertCache(
         store, room, make_policy(policy, config.num_hidden_layers, config.num_experts, slots), reader
     )
