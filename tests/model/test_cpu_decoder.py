@@ -368,6 +368,7 @@ def test_no_tokens_change_nothing(seedling: Model) -> None:
 @pytest.mark.parametrize("layer", [0, 3, 7])
 def test_a_damaged_expert_half_way_changes_nothing(seedling: Model, layer: int) -> None:
     class Damaged:
+        quick = False
         resident = False
 
         def __init__(self) -> None:
@@ -376,9 +377,13 @@ def test_a_damaged_expert_half_way_changes_nothing(seedling: Model, layer: int) 
         def addresses(self, layer: int) -> Tensor:
             return seedling.one.experts.addresses(layer)
 
-        def ready(self, number: int, expert_ids: Sequence[int]) -> None:
+        def used(self, number: int, ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+            raise AssertionError("every layer call asks")
+
+        def waves(self, number: int, ids: np.ndarray[Any, np.dtype[np.int32]]) -> Iterator[list[int]]:
             if number == layer:
                 raise CheckpointError("an expert is damaged")
+            yield np.unique(ids).tolist()
 
     chain, state = seedling.chains[0], seedling.chains[0].state(seedling.two, 20)
     for count in (1, 9):
