@@ -19,7 +19,18 @@ ALLOWED = {
     "synth": {"checkpoint", "machine", "memory"},
     "engine": {"checkpoint", "machine", "memory", "model"},
     "doctor": {"checkpoint", "machine", "memory", "model", "synth"},
-    "bench": {"_native", "checkpoint", "engine", "kernels", "machine", "memory", "model", "schedule"},
+    "trace": set[str](),
+    "bench": {
+        "_native",
+        "checkpoint",
+        "engine",
+        "kernels",
+        "machine",
+        "memory",
+        "model",
+        "schedule",
+        "trace",
+    },
 }
 
 

@@ -1,0 +1,1 @@
+"""What the routing of a decode was like."""
