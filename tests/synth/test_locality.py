@@ -171,12 +171,12 @@ def test_only_the_embedding_and_layer_0_write_to_the_two_blocks(alike: Path) -> 
 
 
 def test_routers_keep_the_spread_of_their_logits(alike: Path) -> None:
-    """1.5 is what they have without; the residual is as it was measured: 1, 0.88 and, at layer n, sqrt(1 + 0.6 n)."""
+    """1.5 is what they have without; the residual is as it was measured: 1, 0.93 and, at layer n, sqrt(1 + 0.6 n)."""
     checkpoint = Checkpoint.open(alike)
     for layer in range(4):
         weight = checkpoint.tensor(f"layers.{layer}.mlp.gate.weight").double()
         sizes = torch.full((512,), math.sqrt(1 + 0.6 * layer), dtype=torch.float64)
-        sizes[POPULAR], sizes[SLOW] = 1.0, 0.88
+        sizes[POPULAR], sizes[SLOW] = 1.0, 0.93
         parts = (weight * sizes / rms(sizes)).square()
         assert parts.sum(1).mean().sqrt().item() == pytest.approx(1.5, rel=0.03)
         shares = [parts[:, block].sum().item() / parts.sum().item() for block in (POPULAR, SLOW)]
@@ -285,5 +285,5 @@ def test_an_interrupted_measurement_leaves_the_checkpoint(
     assert Checkpoint.open(tmp_path / "model").config.num_hidden_layers == 2
 
 
-PINNED_ALIKE = "2c6c5250edb364b1"
+PINNED_ALIKE = "7273076a51e2c4cf"
 PINNED_WITHOUT = "6052472ea571d6ee"
