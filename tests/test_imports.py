@@ -21,7 +21,18 @@ ALLOWED = {
     "synth": {"checkpoint", "machine", "memory"},
     "engine": {"_native", "checkpoint", "experts", "kernels", "machine", "memory", "model", "schedule"},
     "doctor": {"checkpoint", "machine", "memory", "model", "synth"},
-    "bench": {"_native", "checkpoint", "engine", "kernels", "machine", "memory", "model", "schedule"},
+    "trace": set[str](),
+    "bench": {
+        "_native",
+        "checkpoint",
+        "engine",
+        "kernels",
+        "machine",
+        "memory",
+        "model",
+        "schedule",
+        "trace",
+    },
 }
 
 

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from huorn.trace.routing_stats import hottest_quarter, overlap
 from training.model import Seedling
 
 WINDOW = 2048  # tokens of context per measured piece
@@ -69,11 +71,11 @@ class RoutingFigures:
 
 def routing_figures(routing: Sequence[Tensor], experts: int, sequences: int) -> RoutingFigures:
     """routing: ids [B * S, K] of each layer, B sequences of S tokens."""
-    overlaps, hottest, dead = [], [], 0
-    for ids in routing:
-        used = torch.zeros(ids.shape[0], experts).scatter_(1, ids, 1.0).view(sequences, -1, experts)
-        overlaps.append(float((used[:, 1:] * used[:, :-1]).sum(-1).mean()) / ids.shape[1])
-        counts = used.sum((0, 1)).sort(descending=True).values
-        hottest.append(float(counts[: experts // 4].sum() / counts.sum()))
-        dead += int((counts == 0).sum())
-    return RoutingFigures(sum(overlaps) / len(overlaps), sum(hottest) / len(hottest), dead)
+    ids = torch.stack(list(routing), dim=1).to(torch.int32).numpy()  # [B * S, L, K]
+    parts = np.split(ids, sequences)
+    used = [np.unique(layer).size for layer in ids.transpose(1, 0, 2)]
+    return RoutingFigures(
+        sum(overlap(part) for part in parts) / sequences,
+        hottest_quarter(ids, experts),
+        sum(experts - count for count in used),
+    )

@@ -168,11 +168,24 @@ def synth(
     manifest: Annotated[
         bool, typer.Option("--manifest", help="Also write SHA-256 sums for huorn verify.")
     ] = False,
+    overlap: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P",
+            help="Let each token use this share of its experts again for the next, 0.2 to 0.6; trained models 0.2 to 0.45. "
+            "Default: as random weights do, 0.04.",
+        ),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure/--no-measure", help="With --overlap: decode a little and print what it is."),
+    ] = True,
+    json: opt.Json = None,
 ) -> None:
     """Write a synthetic checkpoint: random weights in the exact layout of a release."""
     from huorn.commands.synth import synth as command
 
-    command(preset, out, layers, seed, manifest)
+    command(preset, out, layers, seed, manifest, overlap, measure, json)
 
 
 @app.command()

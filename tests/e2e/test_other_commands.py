@@ -50,6 +50,13 @@ def test_synth_verify_and_run(call: Caller, tmp_path: Path) -> None:
     assert_one_sentence(
         call("synth", "--preset", "none", "--out", tmp_path / "x"), "--preset none is unknown"
     )
+    for preset, overlap, words in (
+        ("qwen3.5-35b-a3b-fp8", "0.9", "--overlap 0.9 is out of range; give 0.2 to 0.6"),
+        ("tiny-fp8", "0.3", "--overlap can not be had with --preset tiny-fp8"),
+    ):
+        wrong = call("synth", "--preset", preset, "--overlap", overlap, "--out", tmp_path / "x")
+        assert_one_sentence(wrong, words)
+    assert not (tmp_path / "x").exists()
 
 
 def test_verify_names_the_damage(call: Caller, tmp_path: Path) -> None:

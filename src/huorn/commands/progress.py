@@ -1,32 +1,37 @@
-"""A progress bar of bytes on stderr."""
+"""Progress bars on stderr, of bytes and of steps: shown at a terminal only, gone when the work ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
 
+def byte_progress(what: str) -> AbstractContextManager[Callable[[int, int], None]]:
+    """Yield a function of (bytes done, bytes in all)."""
+    return _bar(what, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+
+
+def step_progress(what: str) -> AbstractContextManager[Callable[[int, int], None]]:
+    """Yield a function of (steps done, steps in all)."""
+    return _bar(what, MofNCompleteColumn(), TimeRemainingColumn())
+
+
 @contextmanager
-def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of (bytes done, bytes in all). Shown at a terminal only; gone when the work ends."""
+def _bar(what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    all_columns = (TextColumn("{task.description}"), BarColumn(), *columns)
+    with Progress(*all_columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -49,7 +49,9 @@ def find_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def config_json(preset: Preset, config: ModelConfig, seed: int) -> dict[str, Any]:
+def config_json(
+    preset: Preset, config: ModelConfig, seed: int, overlap: float | None = None
+) -> dict[str, Any]:
     """config.json as the release nests it, without vision_config, and labelled as synthetic."""
     text = {
         "model_type": "qwen3_5_moe_text",
@@ -84,6 +86,8 @@ def config_json(preset: Preset, config: ModelConfig, seed: int) -> dict[str, Any
             "version": __version__,
         },
     }
+    if overlap is not None:
+        top["huorn_synthetic"]["overlap"] = overlap
     if config.fp8:
         top["quantization_config"] = {
             "quant_method": "fp8",

@@ -21,6 +21,7 @@ class SynthState:
     seed: int
     manifest: bool
     version: str
+    overlap: float | None = None
     finished: dict[str, str | None] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
@@ -32,7 +33,7 @@ class SynthState:
     def resume(self, directory: Path) -> None:
         """Take over the finished shards of an earlier run in `directory`, if there is one.
 
-        Raises UsageError when the folder holds anything else, or a run of another preset, size, seed or version.
+        Raises UsageError when the folder holds anything else, or a run of another preset, size, seed, overlap or version.
         """
         if not directory.exists() or not any(directory.iterdir()):
             return
@@ -44,7 +45,9 @@ class SynthState:
         except (ValueError, TypeError) as error:
             raise UsageError(f"{path} is damaged; delete {directory} and start again") from error
         if earlier.request() != self.request():
-            begun = ", ".join(f"{name} {value}" for name, value in earlier.request().items())
+            begun = ", ".join(
+                f"{name} {value}" for name, value in earlier.request().items() if value is not None
+            )
             raise UsageError(
                 f"{directory} holds an unfinished run with {begun}; continue that one or delete the folder"
             )

@@ -36,9 +36,21 @@ class ShardContent:
             tensor, start = self._tensors[index], self._starts[index]
             inside = offset + done - start
             count = min(len(out) - done, tensor.nbytes - inside)
-            self._source.fill(tensor.name, tensor.values, inside, out[done : done + count])
+            self._fill_tensor(tensor, inside, out[done : done + count])
             done += count
             index += 1
+
+    def _fill_tensor(self, tensor: SynthTensor, start: int, out: Bytes) -> None:
+        """Write bytes [start, start + len(out)) of the tensor into `out`."""
+        self._source.fill(tensor.name, tensor.values, start, out)
+        row_bytes, itemsize = tensor.shape[-1] * tensor.values.itemsize, tensor.values.itemsize
+        end = start + len(out)
+        for band in tensor.bands:
+            left, right = (column * itemsize for column in band.columns)
+            for row in range(max(band.rows[0], start // row_bytes), min(band.rows[1], -(-end // row_bytes))):
+                first, last = max(start, row * row_bytes + left), min(end, row * row_bytes + right)
+                if first < last:
+                    self._source.fill(tensor.name, band.values, first, out[first - start : last - start])
 
 
 def _header(tensors: Sequence[SynthTensor]) -> bytes:

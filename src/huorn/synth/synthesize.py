@@ -15,6 +15,7 @@ from huorn.checkpoint.config import ModelConfig
 from huorn.errors import UsageError
 from huorn.files import PART_SUFFIX, write_atomically
 from huorn.synth.disk_writer import DiskWriter
+from huorn.synth.locality import check_overlap, localised, slow_share
 from huorn.synth.numbers import NumberSource
 from huorn.synth.presets import (
     FULL_ATTENTION_INTERVAL,
@@ -56,30 +57,39 @@ class SynthReport:
 
 
 def synthesize(
-    preset: str, out: Path, layers: int | None, seed: int, progress: Progress, manifest: bool = False
+    preset: str,
+    out: Path,
+    layers: int | None,
+    seed: int,
+    progress: Progress,
+    manifest: bool = False,
+    overlap: float | None = None,
 ) -> SynthReport:
     """Write the checkpoint `preset` (its name) into the new or empty folder `out`; the same bytes on every machine.
 
     layers: None for as many as the release has. progress(bytes done, bytes in all) is called a few times a second.
     manifest: also write SHA-256 and size of every file to huorn-manifest.json, for `huorn verify`; reads nothing
-    again but hashing 1.5 GB/s on one core may be what limits.
+    again but hashing 1.5 GB/s on one core may be what limits. overlap: the share of a token's experts that the next one is to
+    use again, see locality.py; None leaves it at what random weights give.
 
     The index comes last, so an interrupted run leaves a folder that no loader takes for a checkpoint; the same call
-    again keeps the shards that were finished. Raises UsageError: unknown preset, layers or seed out of range, a
+    again keeps the shards that were finished. Raises UsageError: unknown preset, layers, seed or overlap out of range, a
     folder with other content, or too little disk, which is checked before anything is written.
     """
     kind = find_preset(preset)
     config = kind.with_layers(layers)
     if not 0 <= seed < 2**64:  # a longer one would only make every hash of a name slow
         raise UsageError(f"--seed {seed} is out of range; give 0 to {2**64 - 1}")
+    if overlap is not None:
+        check_overlap(overlap, preset, config)
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; give a new or empty folder")
-    state = SynthState(preset, config.num_hidden_layers, seed, manifest, __version__)
+    state = SynthState(preset, config.num_hidden_layers, seed, manifest, __version__, overlap)
     state.resume(out)
     written = sum((out / file).stat().st_size for file in state.finished)
     _check_free_disk(out, _least_bytes(kind, config.num_hidden_layers) - written)
     source = NumberSource(seed)
-    plan = shards(config)
+    plan = _plan(config, overlap)
     contents = {file: ShardContent(tensors, source) for file, tensors in plan.items()}
     todo = {file: content for file, content in contents.items() if file not in state.finished}
     total = sum(content.size for content in contents.values())
@@ -87,11 +97,11 @@ def synthesize(
     _check_free_disk(out, to_write)
 
     start = time.perf_counter()
-    source.prepare({tensor.values for tensors in plan.values() for tensor in tensors})
+    source.prepare({kind for tensors in plan.values() for tensor in tensors for kind in tensor.kinds})
     try:
         out.mkdir(parents=True, exist_ok=True)
         state.save(out)
-        small_files = _small_files(kind, config, seed)
+        small_files = _small_files(kind, config, seed, overlap)
         for name, text in small_files.items():
             write_atomically(out / name, text)
         _write_shards(out, todo, state, lambda done: progress(total - to_write + done, total))
@@ -114,6 +124,15 @@ def synthesize(
         written_bytes=to_write,
         seconds=time.perf_counter() - start,
     )
+
+
+def _plan(config: ModelConfig, overlap: float | None) -> dict[str, list[SynthTensor]]:
+    """File name -> tensors in file order."""
+    plan = shards(config)
+    if overlap is None:
+        return plan
+    slow = slow_share(overlap)
+    return {file: [localised(tensor, config, slow) for tensor in tensors] for file, tensors in plan.items()}
 
 
 def _write_shards(
@@ -162,10 +181,10 @@ def _check_free_disk(out: Path, to_write: int) -> None:
         )
 
 
-def _small_files(preset: Preset, config: ModelConfig, seed: int) -> dict[str, str]:
+def _small_files(preset: Preset, config: ModelConfig, seed: int, overlap: float | None) -> dict[str, str]:
     """Every file but shards, index and manifest: name -> text."""
     return {
-        "config.json": json.dumps(config_json(preset, config, seed), indent=2),
+        "config.json": json.dumps(config_json(preset, config, seed, overlap), indent=2),
         "generation_config.json": json.dumps(generation_config_json(config), indent=2),
         "tokenizer.json": tokenizer_json(config.vocab_size),
         "tokenizer_config.json": json.dumps(tokenizer_config_json(config.max_position_embeddings), indent=2),

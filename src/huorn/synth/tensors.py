@@ -24,27 +24,43 @@ _DT_BIAS = Values("BF16", 0.8, mean=-3.0)
 _EMBEDDING = Values("BF16", 1.0)
 _CONVOLUTION = Values("BF16", 0.5)  # four taps of 0.5: variance is kept
 
+ROUTER_GAIN = 1.5
 # Standard deviation of a matrix is gain / sqrt(fan in): inputs of RMS 1 give outputs of RMS gain. Residual RMS then
 # grows from 1 at the embedding to about 5 after 40 layers. All other matrices have gain 1.
 _GAINS = {
     "lm_head.weight": 3.0,  # logits of deviation 3: a peaked but not certain next token
-    "mlp.gate.weight": 1.5,  # router: the top 8 of 256 share out 0.05 to 0.4 each
+    "mlp.gate.weight": ROUTER_GAIN,  # router: the top 8 of 256 share out 0.05 to 0.4 each
     "linear_attn.in_proj_a.weight": 0.5,  # keeps the decay near what dt_bias says
 }
 
 
 @dataclass(frozen=True)
+class Band:
+    """A rectangle of a matrix, rows and columns as (first, end), that holds other numbers than the rest."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    values: Values
+
+
+@dataclass(frozen=True)
 class SynthTensor:
-    """One tensor to write: name in the file, shape, and its numbers."""
+    """One tensor to write: name in the file, shape, and its numbers: `values` except in `bands`, which do not overlap."""
 
     name: str
     shape: tuple[int, ...]
     values: Values
+    bands: tuple[Band, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         return prod(self.shape) * self.values.itemsize
+
+    @property
+    def kinds(self) -> set[Values]:
+        """All kinds of numbers in it."""
+        return {self.values, *(band.values for band in self.bands)}
 
 
 def layout(config: ModelConfig) -> Layout:

@@ -1,1 +1,1 @@
-"""Recorded routing, and what a cache policy would have made of it."""
+"""Recorded routing: what it was like, and what a cache policy would have made of it."""
