@@ -21,7 +21,6 @@ ALLOWED = {
     "synth": {"checkpoint", "machine", "memory"},
     "engine": {"_native", "checkpoint", "experts", "kernels", "machine", "memory", "model", "schedule"},
     "doctor": {"checkpoint", "machine", "memory", "model", "synth"},
-    "trace": set[str](),
     "bench": {
         "_native",
         "checkpoint",
