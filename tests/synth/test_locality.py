@@ -285,5 +285,5 @@ def test_an_interrupted_measurement_leaves_the_checkpoint(
     assert Checkpoint.open(tmp_path / "model").config.num_hidden_layers == 2
 
 
-PINNED_ALIKE = "7273076a51e2c4cf"
+PINNED_ALIKE = "b0aead1a4d1159af"
 PINNED_WITHOUT = "6052472ea571d6ee"
