@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from huorn import _native
 from huorn.bench.decode import PROMPT
 from huorn.engine.fast_tier import Residency
+from huorn.engine.sampling import Sampler, SamplingSettings
 from huorn.engine.session import Session
 from huorn.engine.tokenizer import encode
 from huorn.experts.cache import ExpertCache
@@ -78,13 +79,13 @@ def copy_seconds(cache: ExpertCache, repeats: int) -> list[float]:
 
 def generate(decoder: CpuDecoder, prompt: torch.Tensor, tokens: int) -> tuple[list[int], list[float]]:
     """Token ids by greedy choice after a fixed start, and seconds per step."""
-    state = DecodeState.new(decoder.config, 512, decoder.precision)
-    token = decoder.forward(prompt, state).argmax(-1)
+    state, sampler = DecodeState.new(decoder.config, 512, decoder.precision), Sampler(SamplingSettings(), [])
+    token = torch.tensor([sampler.pick(decoder.next_token(prompt, state))])
     ids, spent = [], []
     for _ in range(tokens):
         start = time.perf_counter()
         left = state.conv, state.recurrent
-        token = decoder.forward(token, state).argmax(-1)
+        token = torch.tensor([sampler.pick(decoder.next_token(token, state))])
         state.reuse(*left)
         spent.append(time.perf_counter() - start)
         ids.append(int(token))
@@ -103,25 +104,19 @@ def measure(session: Session, tokens: int, rounds: int) -> dict[str, float]:
         real.append(sum(spent) / tokens)
         terms = Terms(cache, decoder.runtime)
         slow = replace(decoder, quick_pairs=False, experts=terms)
-        state = DecodeState.new(decoder.config, 512, decoder.precision)
-        token = slow.forward(prompt, state).argmax(-1)
+        state, sampler = (
+            DecodeState.new(decoder.config, 512, decoder.precision),
+            Sampler(SamplingSettings(), []),
+        )
+        token = torch.tensor([sampler.pick(slow.next_token(prompt, state))])
         terms.misses.clear()
         terms.resident_s.clear()
         terms.kernel_s, kernel_s = 0.0, decoder.runtime.seconds()
-        head_s = 0.0
         for _ in range(tokens):
             left = state.conv, state.recurrent
-            token = slow.forward(token, state).argmax(-1)
+            token = torch.tensor([sampler.pick(slow.next_token(token, state))])
             state.reuse(*left)
         kernel_s = decoder.runtime.seconds() - kernel_s
-        for _ in range(3):
-            begin = time.perf_counter()
-            out = torch.empty(1, decoder.config.vocab_size)
-            x = torch.randn(1, decoder.config.hidden_size)
-            decoder.runtime.linear(
-                decoder.head_matrix, decoder.norm_scale.data_ptr(), 1e-6, x.data_ptr(), 1, 1, out.data_ptr()
-            )
-            head_s = time.perf_counter() - begin
         copies = copy_seconds(cache, 5)
         layers = sum(
             max(copies[min(8, misses)], resident)
@@ -129,8 +124,8 @@ def measure(session: Session, tokens: int, rounds: int) -> dict[str, float]:
         )
         rest = (kernel_s - terms.kernel_s) / tokens  # mixers, routers, lm_head
         sums.append(rest + layers / tokens)
-        parts.append((rest, head_s, layers / tokens, sum(terms.misses) / tokens, copies[1], copies[4]))
-    names = ("rest_s", "lm_head_s", "experts_s", "misses", "copy_1_s", "copy_4_s")
+        parts.append((rest, layers / tokens, sum(terms.misses) / tokens, copies[1], copies[4]))
+    names = ("rest_s", "experts_s", "misses", "copy_1_s", "copy_4_s")
     return {
         "token_s": median(real),
         "sum_s": median(sums),
