@@ -139,6 +139,20 @@ def test_columns_along_the_residuals(runtime: _native.Runtime, cols: int) -> Non
     assert ((exact - score) / (width / 2)).min() >= 0.95
 
 
+def test_roundings_that_all_go_one_way(runtime: _native.Runtime) -> None:
+    """Codes without residual; with them, what is added to each of 64 sums is just over half of its last place, and just under a
+    quarter with the weights themselves: each of 16,320 additions rounds up by 0.5, or down by 0.5."""
+    x = torch.full((1, 16384), 0.5 + 1 / 128)
+    x[0, :64] = 2.0**24
+    coded = Coded.of(runtime, torch.ones(17, 16384))
+    coded.check(x)
+    lower, upper = coded.bounds(x)
+    away = float((lower + upper)[0, 0].double() / 2 - x.double().sum())
+    assert away > 7000
+    # What the spread allows for inexact codes alone, 4 u |x| |w|, is less.
+    assert 4 * 2.0**-24 * float(x.double().norm()) * 128 < 4100
+
+
 @pytest.mark.parametrize("cols", [64, 200, 2048])
 def test_codes_are_the_nearest(runtime: _native.Runtime, cols: int) -> None:
     coded = Coded.of(runtime, normal(64, cols))
