@@ -19,7 +19,7 @@ from huorn.bench import routing
 from huorn.checkpoint.reader import Checkpoint
 from huorn.checkpoint.verify import verify
 from huorn.commands.synth import synth as command
-from huorn.engine import session as session_module
+from huorn.engine.fast_tier import Residency
 from huorn.engine.session import Session
 from huorn.errors import UsageError
 from huorn.model.cpu_decoder import CpuDecoder
@@ -122,12 +122,9 @@ def test_the_decode_does_not_repeat_itself(alike: Path) -> None:
     assert 0.25 < found.chance_hottest_quarter < found.hottest_quarter < 1
 
 
-def test_a_model_that_does_not_fit_is_measured_on_fewer_tokens(
-    alike: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_module, "room_for_weights", lambda *_: 0)
+def test_a_model_that_does_not_fit_is_measured_on_fewer_tokens(alike: Path) -> None:
     steps: list[tuple[int, int]] = []
-    session = Session.open(alike, threads=1)
+    session = Session.open(alike, threads=1, residency=Residency(slots=0.5))
     found = routing.measure_routing(session, lambda done, total: steps.append((done, total)))
     assert (found.sequences, found.tokens) == routing.FROM_DISK
     assert steps == [(n, found.tokens) for n in range(found.tokens + 1)]
