@@ -25,6 +25,7 @@ TOKENS = 20
 
 def measure(directory: Path, threads: int) -> None:
     """Prints one line per quantity; the read loop runs between the passes that it judges."""
+    torch.set_num_threads(1)  # as in a session: its threads would spin against those of the kernels
     checkpoint = Checkpoint.open(directory)
     config, runtime = checkpoint.config, _native.Runtime(threads, isa.chosen())
     room = HugePages(coded_bytes(config)).take(coded_bytes(config))
