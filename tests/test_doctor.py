@@ -43,7 +43,7 @@ def test_report_of_this_machine(looked: MachineReport) -> None:
     assert 1 <= looked.cores_usable <= looked.cores_allowed <= looked.cores_present
     assert 0 < looked.ram_available_bytes <= looked.ram_total_bytes
     assert looked.disk_free_bytes > 0
-    assert [backend.name for backend in looked.backends if backend.usable] == ["reference"]
+    assert [backend.name for backend in looked.backends if backend.usable] == ["reference", "cpu"]
     saved = json.loads(json.dumps(looked.to_dict(), allow_nan=False))
     assert saved["disk_read"]["bytes_per_s"] > 0
     assert saved["models"][-1]["name"] == "Qwen3.5-35B-A3B FP8"

@@ -96,6 +96,13 @@ def test_a_warm_start(tmp_path: Path, resident_text: str) -> None:
     assert "warm.json is damaged or no warm start file" in refused.stderr
 
 
+def test_a_warm_start_without_slots_says_that_it_does_nothing(tmp_path: Path) -> None:
+    result = run("--warm", tmp_path / "warm.json", "--max-tokens", "1")
+    assert result.code == 0
+    assert "--warm has nothing to do: no experts are in slots" in result.stderr
+    assert not (tmp_path / "warm.json").exists()
+
+
 def test_plan(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     result = huorn("plan", "--slots", "0.25", "--json", out)
@@ -122,6 +129,7 @@ def test_plan(tmp_path: Path) -> None:
         (["--slots", "513"], "--slots is 513"),
         (["--slots", "0.5", "--memory", "1GiB"], "give one of them"),
         (["--slots", "0.5", "--policy", "fifo"], "there is no cache policy 'fifo'; there are"),
+        (["--policy", "fifo"], "there is no cache policy 'fifo'"),
         (["--slots", "0.5", "--precision", "f32"], "use bf16"),
         (["--slots", "0.5", "--backend", "reference"], "use --backend cpu"),
         (["--slots", "0.5", "--warm", "/nowhere/at/all"], "--warm /nowhere/at/all can not be written"),

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -350,6 +351,32 @@ def test_a_failed_prefetch_is_no_failure() -> None:
     assert failed
     check_slots(cache)
     check(decoder, [150, 1])
+
+
+def test_a_prefetch_dropped_in_mid_copy_is_copied_again_when_it_is_needed() -> None:
+    """All slots are taken by a warm start under way; a miss drops its copies, and the next call needs one of them."""
+    reader = ScriptedReader()
+    _, cache = with_slots(8, reader=reader)
+    scores = np.zeros((8, 64))
+    scores[3, :8] = 1.0
+    cache.warm_up(scores)
+    reader.started = set(range(3 * 64, 3 * 64 + 8))
+    reader.delays = dict.fromkeys(reader.started, 1)  # none has landed when the miss comes
+    assert sorted(chain.from_iterable(cache.waves(0, np.array([[5]], dtype=np.int32)))) == [5]
+    assert cache.slots.state(3 * 64 + 7) is SlotState.LOADING  # dropped, and its completion not heard of yet
+    assert sorted(chain.from_iterable(cache.waves(3, np.array([[6, 7]], dtype=np.int32)))) == [6, 7]
+    check_slots(cache)
+
+
+def test_completions_that_were_never_heard_of_are_copied_again() -> None:
+    """Ctrl-C between the reader's answer and the first line that could note it."""
+    reader = ScriptedReader(order=all_at_once)
+    _, cache = with_slots(20, reader=reader)
+    groups = cache.waves(2, np.array([[1, 2, 3]], dtype=np.int32))
+    assert next(groups) == []
+    assert len(reader.wait(0.0)) == 3  # lost
+    assert sorted(chain.from_iterable(groups)) == [1, 2, 3]
+    check_slots(cache)
 
 
 def test_a_nan_code_is_refused_when_it_lands(tmp_path: Path) -> None:

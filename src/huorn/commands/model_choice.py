@@ -14,7 +14,7 @@ from huorn.commands.output import note
 from huorn.engine.fast_tier import FastTier, Residency
 from huorn.engine.session import Session
 from huorn.errors import UsageError
-from huorn.experts.policy import DEFAULT_POLICY
+from huorn.experts.policy import DEFAULT_POLICY, check_policy
 from huorn.memory import format_bytes
 from huorn.model.backend import Backend
 from huorn.model.cpu_experts import MappedAdvice
@@ -50,8 +50,8 @@ class ModelChoice:
         )
         if session.tier is not None and session.cache is not None:
             show_budget(session.tier, sys.stderr)
-            for remark in session.remarks:
-                note(remark)
+        for remark in session.remarks:
+            note(remark)
         return session
 
 
@@ -69,6 +69,8 @@ def residency(
         raise UsageError(
             "--mapped leaves experts to the page cache: it goes with neither --memory nor --slots"
         )
+    if policy is not None:
+        check_policy(policy)
     limit = None if memory is None else parse_bytes(memory, "--memory")
     return Residency(limit, slots, policy or DEFAULT_POLICY, warm, mapped)
 

@@ -25,9 +25,7 @@ class Residency:
     slots: float | None = None
     policy: str = DEFAULT_POLICY
     warm: Path | None = None
-    mapped: MappedAdvice | None = (
-        None  # experts in mapped files, to compare with: what the page cache makes of it
-    )
+    mapped: MappedAdvice | None = None  # experts in mapped files: what the page cache makes of them
 
     @property
     def asked(self) -> bool:

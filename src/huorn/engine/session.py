@@ -99,6 +99,8 @@ class Session:
         found = [] if self.tier is None or self.tier.remark is None else [self.tier.remark]
         if self.cache is not None and not self.cache.direct:
             found.append("direct reads are not possible here: experts are read through the page cache")
+        if self.warm is not None and self.cache is None:
+            found.append("--warm has nothing to do: no experts are in slots")
         return tuple(found)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import deque
 from collections.abc import Container, Iterator
@@ -64,12 +65,10 @@ class ExpertCache:
         self._experts = self.store.checkpoint.config.num_experts
         self._layers = self.store.checkpoint.config.num_hidden_layers
         self._looked_at = np.zeros(self._experts * self._layers, dtype=bool)
-        self._needed: set[int] = (
-            set()
-        )  # keys of the layer call at hand that are not computed yet: they keep their slots
-        self._prefetching: dict[
-            int, None
-        ] = {}  # keys under way that nobody waits for, in the order of submission
+        # Keys of the layer call at hand that are not computed yet: they keep their slots.
+        self._needed: set[int] = set()
+        # Keys under way that nobody waits for, in the order of submission.
+        self._prefetching: dict[int, None] = {}
 
     @property
     def direct(self) -> bool:
@@ -185,7 +184,8 @@ class ExpertCache:
         return True
 
     def _cancel_one(self) -> bool:
-        """Whether the last prefetch that had not started yet was taken back."""
+        """Whether the last prefetch that had not started yet was taken back. Those that had are dropped too: their slots come
+        free when the reader says so."""
         for key in reversed(list(self._prefetching)):
             if self.reader.cancel(key):
                 del self._prefetching[key]
@@ -220,6 +220,10 @@ class ExpertCache:
         landed, failure = [], None
         for key, error, file, offset in done:
             self._prefetching.pop(key, None)
+            if error == errno.ECANCELED:
+                # Dropped in mid-copy; who came to need it meanwhile finds it EMPTY and asks again.
+                self.slots.clear(key)
+                continue
             if error:
                 found: CheckpointError | None = read_error(
                     self.store.files[file], self.store.name(key), error, offset

@@ -157,12 +157,17 @@ DEFAULT_POLICY = "lfu"  # chosen by replay, docs/benchmarks.md, as is the half-l
 HALF_LIFE = 8.0  # tokens; 4 to 12 are within 0.2 points of it
 
 
+def check_policy(name: str) -> None:
+    """Raises UsageError when there is no policy of this name."""
+    if name not in POLICIES:
+        raise UsageError(f"there is no cache policy {name!r}; there are {', '.join(POLICIES)}")
+
+
 def make_policy(name: str, layers: int, experts: int, slots: int, half_life: float = HALF_LIFE) -> Policy:
     """The policy `name` for a model of `layers` layers with `experts` experts each, and `slots` slots in all.
 
     half_life: tokens, of the two that count uses. Raises UsageError for an unknown name.
     """
-    if name not in POLICIES:
-        raise UsageError(f"there is no cache policy {name!r}; there are {', '.join(POLICIES)}")
+    check_policy(name)
     valuation = Frequency(layers, experts, half_life) if name.endswith("lfu") else Recency(layers, experts)
     return LayerPolicy(name, valuation, slots) if name.startswith("layer-") else GlobalPolicy(name, valuation)

@@ -45,11 +45,6 @@ class Slots:
         self._free = list(range(count - 1, -1, -1))
 
     @property
-    def nbytes(self) -> int:
-        """Memory of all slots."""
-        return self._memory.numel()
-
-    @property
     def free(self) -> int:
         """Slots that are EMPTY."""
         return len(self._free)
