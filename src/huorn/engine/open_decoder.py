@@ -42,11 +42,12 @@ def open_cpu_decoder(
     if cache is not None and scores is not None:
         cache.warm_up(scores)
     table: ExpertTable | None = cache if asked.mapped is None else MappedTable(checkpoint, asked.mapped)
-    return (
-        load_cpu_decoder(checkpoint, precision, runtime, table, Tables.of(checkpoint, precision, lm_head)),
-        tier,
-        cache,
+    decoder = load_cpu_decoder(
+        checkpoint, precision, runtime, table, Tables.of(checkpoint, precision, lm_head)
     )
+    if cache is not None:
+        cache.slots.populate()
+    return decoder, tier, cache
 
 
 def _saved(warm: Path, checkpoint: Checkpoint) -> NDArray[np.float64] | None:

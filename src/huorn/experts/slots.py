@@ -13,7 +13,7 @@ from huorn.experts.store import PAGE, ExpertStore
 from huorn.kernels.huge_pages import HugePages
 
 _MADV_POPULATE_WRITE = 23  # Linux; Python's mmap module has no name for it
-_POPULATE_STEP = 64 << 20
+_POPULATE_STEP = 2 << 20
 
 
 class SlotState(IntEnum):
@@ -32,17 +32,20 @@ class Slots:
     """
 
     def __init__(self, store: ExpertStore, count: int) -> None:
-        """Takes the memory of all slots, whose pages come in the background. OSError when the system does not give it."""
+        """Takes the memory of all slots; populate() has its pages come. OSError when the system does not give it."""
         config = store.checkpoint.config
         self.count = count
         self._store = store
         self._memory = HugePages(count * store.slot_bytes).take(count * store.slot_bytes)
-        _populate(self._memory)
         self._rows = torch.zeros(config.num_hidden_layers * config.num_experts, 6, dtype=torch.int64)
         self.table = self._rows.view(config.num_hidden_layers, config.num_experts, 6)
         self._place: dict[int, int] = {}  # key -> slot
         self._states = [SlotState.EMPTY] * count
         self._free = list(range(count - 1, -1, -1))
+
+    def populate(self) -> None:
+        """Has the pages of all slots come in the background, those first that are filled first."""
+        _populate(self._memory)
 
     @property
     def free(self) -> int:
