@@ -20,7 +20,11 @@ def write_atomically(path: Path, text: str) -> None:
     no regular file, such as /dev/stdout, is written in place, and so is a file in a folder where no other can be made.
     Raises OSError; ValueError when the path holds NUL.
     """
-    data = text.encode(errors="backslashreplace")
+    write_bytes_atomically(path, text.encode(errors="backslashreplace"))
+
+
+def write_bytes_atomically(path: Path, data: bytes) -> None:
+    """As write_atomically."""
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return

@@ -1,0 +1,83 @@
+"""From a training run to a bank, and back from a released folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from torch import Tensor
+
+from huorn import __version__
+from huorn.errors import UsageError, reason
+from huorn.predictor.bank_files.bank_loader import CONFIG, load
+from huorn.predictor.bank_files.reference_scorer import Bank
+from huorn.predictor.bank_files.spec import SCHEMA, BankConfig, BaseModelShape, HeadShape, Provenance
+from huorn.predictor.run_folder import (
+    TOKEN_TABLE,
+    WEIGHTS,
+    RunSpec,
+    head_folder,
+    read_run,
+    read_tensors,
+    trained_layers,
+)
+
+Heads = Mapping[str, Tensor]  # F32 tensors of all heads, stacked
+
+
+def read_heads(run: Path, layers: Sequence[int], spec: RunSpec) -> Heads:
+    """F32 tensors [H, ...] of finished heads. UsageError when one is missing or of another run."""
+    parts = []
+    for layer in layers:
+        path = head_folder(run, layer) / WEIGHTS
+        tensors, metadata = read_tensors(path)
+        if metadata.get("run") != spec.digest:
+            raise UsageError(f"{path} is of another run than {run}: train it anew")
+        parts.append(tensors)
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+def bank_from_run(run: Path, base: BaseModelShape | None = None) -> tuple[Bank, Heads]:
+    """The BF16 bank of all finished heads of a run, and their F32 tensors. `base` names repository and revision, where they are
+    known. UsageError when the run is damaged or has no finished head."""
+    spec, layers = read_run(run), trained_layers(run)
+    if not layers:
+        raise UsageError(f"{run} has no finished head: run huorn predictor train to its end")
+    heads = read_heads(run, layers, spec)
+    settings = spec.settings
+    config = BankConfig.model_validate(
+        {
+            "schema": SCHEMA,
+            "base_model": base or spec.base_model,
+            "features": spec.features,
+            "heads": HeadShape(layers=tuple(layers), trunk=settings.trunk, horizons=settings.horizons),
+            "provenance": Provenance(
+                traces=spec.traces,
+                run=spec.digest,
+                huorn=__version__,
+                torch=torch.__version__,
+                training=settings.model_dump(exclude={"horizons", "trunk"}),
+            ),
+        }
+    )
+    tensors = {name: heads[name].to(torch.bfloat16) for name in heads if name not in ("a", "b")}
+    tensors |= {name: heads[name].float() for name in ("a", "b")}
+    tensors["token_table"] = read_tensors(run / TOKEN_TABLE)[0]["token_table"]
+    return Bank(config, tensors), heads
+
+
+def open_bank(folder: Path) -> Bank:
+    """A released bank, read as data by huorn's own loader. UsageError when it is missing, damaged or of another schema."""
+    try:
+        return load(folder)[1]
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{folder} is no expert-predictor bank: {reason(error)}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{folder / CONFIG} is damaged: {where}: {first['msg']}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{folder} is damaged or of another kind: {str(error).splitlines()[0]}") from error

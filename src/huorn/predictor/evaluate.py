@@ -1,0 +1,194 @@
+"""How well a bank forecasts: recall@K by precision, split and layer, beside what is known without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from huorn.errors import UsageError
+from huorn.predictor.bank_files.bank_loader import to_int8
+from huorn.predictor.bank_files.int8_bank import dequantise
+from huorn.predictor.bank_files.reference_scorer import Bank, assemble, base_hidden
+from huorn.predictor.bank_files.spec import PREVIOUS_WINDOW, Block
+from huorn.predictor.baselines import baselines
+from huorn.predictor.dataset import HeadRows, load_rows
+from huorn.predictor.recall import KS, hits_at
+from huorn.trace.manifest import Split
+from huorn.trace.recording import Traces
+
+PRECISIONS = ("f32", "bf16", "int8")
+SPLITS: tuple[Split, ...] = ("validation", "test")
+# Steps of an answer from which recall is told apart: the published bank was trained on 256.
+POSITIONS = (0, 16, 64, 256)
+_ROWS = 4096
+
+ByK = dict[str, float]  # "8" -> recall@8
+ByLayer = dict[str, ByK]  # layer, or "mean"
+
+
+@dataclass
+class Evaluation:
+    """recall[precision][split][layer][K]; baselines[name][split][layer][K]; by_position[split][from step][K] of the bf16 bank,
+    over all layers; without[block][layer][K] on validation rows with the inputs of that block zeroed; int8 and rows of splits."""
+
+    profile: str
+    layers: list[int]
+    full_windows: list[int]  # layers that have all the layers below that their features look at
+    rows: dict[str, int] = field(default_factory=dict)
+    recall: dict[str, dict[str, ByLayer]] = field(default_factory=dict)
+    baselines: dict[str, dict[str, ByLayer]] = field(default_factory=dict)
+    by_position: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    without: dict[str, ByLayer] = field(default_factory=dict)
+
+
+def evaluate(
+    bank: Bank, full: Mapping[str, Tensor] | None, traces: Traces, report: Callable[[int, int], None]
+) -> Evaluation:
+    """Scores every head on the validation and the test split. `full` are F32 weights of the heads; without them f32 means the
+    BF16 weights with F32 arithmetic. Raises UsageError when the traces are of another model; TraceError."""
+    _check(bank, traces)
+    config = bank.config
+    layers = list(config.heads.layers)
+    found = Evaluation(
+        config.features.profile, layers, [layer for layer in layers if layer >= PREVIOUS_WINDOW]
+    )
+    weights = {"f32": full or _floats(bank.tensors), "bf16": bank.tensors, "int8": _from_int8(bank)}
+    positions: dict[str, dict[str, list[Tensor]]] = {split: {} for split in SPLITS}
+    for number, layer in enumerate(layers):
+        train = load_rows(traces, layer, "train", config.features.ema_beta)
+        for split in SPLITS:
+            rows = load_rows(traces, layer, split, config.features.ema_beta)
+            usable, routed = rows.usable, rows.routed_next(rows.usable)
+            found.rows[split] = len(usable)
+            for name, forecast in baselines(train, rows).items():
+                hits = torch.cat([hits_at(forecast(at), rows.routed_next(at)) for at in usable.split(_ROWS)])
+                _put(found.baselines.setdefault(name, {}).setdefault(split, {}), layer, hits)
+            for precision in PRECISIONS:
+                hits = _hits(bank, weights[precision], precision, number, rows, routed)
+                _put(found.recall.setdefault(precision, {}).setdefault(split, {}), layer, hits)
+                if precision == "bf16":
+                    _by_position(positions[split], rows.step[usable], hits)
+            if split == "validation":
+                for block in config.features.blocks:
+                    hits = _hits(bank, weights["bf16"], "bf16", number, rows, routed, block)
+                    _put(found.without.setdefault(block, {}), layer, hits)
+        report(number + 1, len(layers))
+    for split in SPLITS:
+        found.by_position[split] = {
+            name: _means(torch.cat(parts)) | {"rows": float(sum(map(len, parts)))}
+            for name, parts in positions[split].items()
+        }
+    for table in [
+        *(part[split] for part in (*found.recall.values(), *found.baselines.values()) for split in part),
+        *found.without.values(),
+    ]:
+        table["mean"] = {
+            k: sum(row[k] for row in table.values()) / len(table) for k in next(iter(table.values()))
+        }
+    return found
+
+
+def _check(bank: Bank, traces: Traces) -> None:
+    base, model = bank.config.base_model, traces.manifest.model
+    if (model.fingerprint or "") != base.fingerprint:
+        raise UsageError(
+            f"the bank is for {base.repo} with fingerprint {base.fingerprint or 'none'}, the traces are of {model.name} with "
+            f"{model.fingerprint or 'none'}: record traces of the bank's model"
+        )
+    if (
+        model.layers != base.num_layers
+        or model.experts != base.num_experts
+        or model.top_k != base.experts_per_token
+    ):
+        raise UsageError(
+            f"the bank is for {base.num_layers} layers and {base.experts_per_token} of {base.num_experts} experts, the traces "
+            f"have {model.layers} and {model.top_k} of {model.experts}"
+        )
+
+
+def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in tensors.items()}
+
+
+def _from_int8(bank: Bank) -> dict[str, Tensor]:
+    """F32 tensors with the values that the int8 bank multiplies with."""
+    coded = to_int8(bank)
+    found = {name: coded[name] for name in ("b_in", "b_out", "b_router")}
+    for name in ("w_in", "w_out", "w_router"):
+        width = bank.tensors[name].shape[2]
+        parts = zip(coded[f"{name}.codes"], coded[f"{name}.scale"], strict=True)
+        found[name] = torch.stack([dequantise(codes, scale)[:, :width] for codes, scale in parts])
+    return found
+
+
+def head_scores(
+    weights: Mapping[str, Tensor], precision: str, head: int, x: Tensor, base: Tensor, groups: int
+) -> Tensor:
+    """F32 [R, G, E] of one head in one precision: bf16 as reference_scorer.scores; int8 the same roundings with products and
+    biases in F32; f32 without roundings."""
+    low = torch.float32 if precision == "f32" else torch.bfloat16
+
+    def linear(name: str, inputs: Tensor) -> Tensor:
+        weight, bias = weights[f"w_{name}"][head], weights[f"b_{name}"][head]
+        if precision == "bf16":
+            return F.linear(inputs, weight, bias)
+        return F.linear(inputs.float(), weight, bias).to(low)
+
+    experts = weights["w_router"].shape[1]
+    u = F.silu(linear("in", x.to(low)).float()).to(low)
+    both = linear("out", u)
+    routed = linear("router", base.to(low) + both[:, groups * experts :]).float()
+    return both[:, : groups * experts].float().unflatten(1, (groups, experts)) + routed[:, None]
+
+
+def _hits(
+    bank: Bank,
+    weights: Mapping[str, Tensor],
+    precision: str,
+    head: int,
+    rows: HeadRows,
+    routed: Tensor,
+    zeroed: Block | None = None,
+) -> Tensor:
+    """hits_at of the next token's group."""
+    features, layers = bank.config.features, [rows.layer]
+    parts = []
+    for at, wanted in zip(rows.usable.split(_ROWS), routed.split(_ROWS), strict=True):
+        seen = rows.rows(at)
+        x = assemble(features, layers, seen, bank.tensors["token_table"])[:, 0]
+        if zeroed is not None:
+            widths = [features.block_width(block, bank.config.base_model) for block in features.blocks]
+            x.split(widths, 1)[features.blocks.index(zeroed)].zero_()
+        z = head_scores(
+            weights, precision, head, x, base_hidden(layers, seen)[:, 0], len(bank.config.heads.horizons)
+        )
+        parts.append(hits_at(z[:, 0], wanted))
+    return torch.cat(parts)
+
+
+def _put(table: ByLayer, layer: int, hits: Tensor) -> None:
+    table[str(layer)] = _means(hits)
+
+
+def _means(hits: Tensor) -> dict[str, float]:
+    return {str(k): float(value) for k, value in zip(KS, hits.double().mean(0), strict=True)}
+
+
+def _by_position(found: dict[str, list[Tensor]], steps: Tensor, hits: Tensor) -> None:
+    for first, last in zip(POSITIONS, (*POSITIONS[1:], 1 << 40), strict=True):
+        inside = (steps >= first) & (steps < last)
+        if bool(inside.any()):
+            found.setdefault(f"{first}+", []).append(hits[inside])
+
+
+def best_baseline(found: Evaluation, names: Sequence[str], split: Split, k: int) -> tuple[str, float]:
+    """The name and mean recall@k of the best of some baselines."""
+    there = [
+        (found.baselines[name][split]["mean"][str(k)], name) for name in names if name in found.baselines
+    ]
+    best, name = max(there)
+    return name, best

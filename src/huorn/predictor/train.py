@@ -1,0 +1,200 @@
+"""Training of many heads, each by one thread, some at a time; killed at any moment and called again, it ends with the same weights."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from huorn.errors import UsageError, reason
+from huorn.predictor.base_model import recorded_embedding, recorded_model
+from huorn.predictor.profiles import make_contract, token_table
+from huorn.predictor.run_folder import (
+    TOKEN_TABLE,
+    WEIGHTS,
+    RunSpec,
+    TrainSettings,
+    head_folder,
+    open_run,
+    read_tensors,
+    write_tensors,
+)
+from huorn.predictor.train_head import Report, train_head
+from huorn.trace.layout import MANIFEST
+from huorn.trace.recording import Traces
+
+_POLL_S = 0.2
+
+
+def parse_layers(text: str, layers: int) -> list[int]:
+    """`6-39` or `0,3,6-8` -> ascending layer numbers. UsageError when they are no layers of a model that has `layers`."""
+    found = set[int]()
+    for part in text.split(","):
+        ends = part.strip().split("-")
+        if not 1 <= len(ends) <= 2 or not all(end.isascii() and end.isdigit() for end in ends):
+            raise UsageError(
+                f"--layers {text} is not understood: give numbers and ranges, such as 6-39 or 0,3,6-8"
+            )
+        first, last = int(ends[0]), int(ends[-1])
+        if first > last or last >= layers:
+            raise UsageError(f"--layers {text} leaves the layers of the traces, 0 to {layers - 1}")
+        found.update(range(first, last + 1))
+    return sorted(found)
+
+
+def make_spec(
+    traces: Traces,
+    profile: str,
+    settings: TrainSettings,
+    without: tuple[str, ...] = (),
+    uncaptured: tuple[int, ...] = (),
+    text_tokens: int | None = None,
+) -> RunSpec:
+    """What a run is. UsageError when the traces lack what the profile reads, or an option makes no sense."""
+    manifest = traces.manifest
+    base = recorded_model(manifest, "recorded")
+    if profile != "routing" and not {"hidden", "logits"} <= set(manifest.captured):
+        raise UsageError(
+            f"{traces.folder} holds no hidden states and router logits, which profile {profile} reads: use --profile routing"
+        )
+    if profile == "routing":
+        base = base.model_copy(update={"hidden_size": 0})
+    for name, value in (
+        ("--trunk", settings.trunk),
+        ("--epochs", settings.epochs),
+        ("--batch", settings.batch),
+    ):
+        if value < 1:
+            raise UsageError(f"{name} is {value}, but it must be 1 or more")
+    if settings.pool is not None and settings.pool < 1:
+        raise UsageError(f"--pool is {settings.pool}, but it must be 1 or more prompts")
+    if text_tokens is not None and not 1 <= text_tokens <= base.vocab_size:
+        raise UsageError(f"--text-tokens is {text_tokens}, but the vocabulary has {base.vocab_size}")
+    rows = base.vocab_size if text_tokens is None else text_tokens
+    contract = make_contract(profile, rows, base.hidden_size, uncaptured, without)
+    digest = hashlib.sha256((traces.folder / MANIFEST).read_bytes()).hexdigest()
+    return RunSpec(base_model=base, features=contract, settings=settings, traces=digest)
+
+
+def train(
+    traces: Traces,
+    spec: RunSpec,
+    layers: Sequence[int],
+    run: Path,
+    workers: int,
+    model: Path | None,
+    report: Report,
+) -> None:
+    """Trains what is not trained yet. Raises UsageError, TraceError, CheckpointError."""
+    if workers < 1:
+        raise UsageError(f"--workers is {workers}, but it must be 1 or more")
+    open_run(run, spec)
+    table = _token_table(traces, spec, run, model)
+    todo = [layer for layer in layers if not (head_folder(run, layer) / WEIGHTS).exists()]
+    if workers == 1 or len(todo) == 1:
+        with _one_thread():
+            for layer in todo:
+                train_head(traces, spec, table, run, layer, report)
+    elif todo:
+        _in_processes(traces.folder, spec, run, todo, min(workers, len(todo)), report)
+    draw_curves(run, layers)
+
+
+def _token_table(traces: Traces, spec: RunSpec, run: Path, model: Path | None) -> Tensor:
+    """Made once: the run goes on with the table that it began with, without the model."""
+    path = run / TOKEN_TABLE
+    if path.exists():
+        return read_tensors(path)[0]["token_table"]
+    embedded = spec.features.token_source == "embedding" and spec.features.token_width > 0
+    table = token_table(spec.features, recorded_embedding(model, traces.manifest) if embedded else ())
+    write_tensors(path, {"token_table": table})
+    return table
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _in_processes(
+    folder: Path, spec: RunSpec, run: Path, layers: Sequence[int], workers: int, report: Report
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue: Any = context.Queue()
+    with ProcessPoolExecutor(workers, context, _start_worker, (queue,)) as pool:
+        left = {pool.submit(_train_in_worker, folder, spec, run, layer) for layer in layers}
+        try:
+            while left:
+                done, left = wait(left, _POLL_S, FIRST_COMPLETED)
+                while not queue.empty():
+                    report(*queue.get())
+                for future in done:
+                    future.result()
+        except BaseException:
+            for future in left:
+                future.cancel()
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+_queue: Any = None
+
+
+def _start_worker(queue: Any) -> None:
+    global _queue
+    _queue = queue
+    torch.set_num_threads(1)
+
+
+def _train_in_worker(folder: Path, spec: RunSpec, run: Path, layer: int) -> None:
+    table = read_tensors(run / TOKEN_TABLE)[0]["token_table"]
+
+    def report(layer: int, step: int, steps: int) -> None:
+        if step % 10 == 0 or step == steps:
+            _queue.put((layer, step, steps))
+
+    train_head(Traces.open(folder), spec, table, run, layer, report)
+
+
+def draw_curves(run: Path, layers: Sequence[int]) -> bool:
+    """Writes curves.png, recall@8 and loss on validation by epoch, a line for each head. False when matplotlib is not there."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for layer in layers:
+        path = head_folder(run, layer) / "curve.csv"
+        try:
+            lines = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+        except OSError as error:
+            raise UsageError(f"{path} can not be read: {reason(error)}") from error
+        epochs = [int(line["epoch"]) for line in lines]
+        color = f"C{layer % 10}"
+        left.plot(
+            epochs, [float(line["validation_loss"]) for line in lines], color=color, label=f"layer {layer}"
+        )
+        left.plot(
+            epochs, [float(line["train_loss"]) for line in lines], color=color, linestyle=":", linewidth=0.8
+        )
+        right.plot(epochs, [float(line["recall_8"]) for line in lines], color=color, label=f"layer {layer}")
+    left.set(xlabel="epoch", ylabel="loss: validation, dotted: training")
+    right.set(xlabel="epoch", ylabel="recall@8, validation")
+    right.legend(fontsize=7, ncols=2)
+    figure.savefig(run / "curves.png", dpi=110)
+    return True
