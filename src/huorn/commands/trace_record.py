@@ -66,9 +66,10 @@ def _record(choice: ModelChoice, folder: TraceFolder, plan: RecordingPlan) -> No
 def _say_what_is_there(folder: TraceFolder, before: Manifest) -> None:
     manifest = folder.manifest
     state = "was recorded already" if before == manifest else "is recorded"
+    chunks = counted(len(manifest.chunks), "chunk")
+    size = format_bytes(manifest.rows * manifest.row_bytes)
     print(
-        f"{folder.folder} {state}: {manifest.rows} rows of {manifest.model.layers} layers in {counted(len(manifest.chunks), 'chunk')}, "
-        f"{format_bytes(manifest.rows * manifest.row_bytes)}"
+        f"{folder.folder} {state}: {manifest.rows} rows of {manifest.model.layers} layers in {chunks}, {size}"
     )
 
 

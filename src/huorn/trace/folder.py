@@ -110,8 +110,9 @@ class TraceFolder:
 def open_folder(folder: Path, wanted: Manifest) -> Iterator[TraceFolder]:
     """The folder of a new trace, or of one that an earlier call with the same `wanted` (which knows no chunk) has begun.
 
-    Nobody else can fill it meanwhile, and nothing is written before `fill`: a folder that was made is removed again. Raises UsageError when it holds something else or can not be written; TraceError when
-    another recording is in it, by the name of what differs, or when it is damaged.
+    Nobody else can fill it meanwhile, and nothing is written before `fill`: a folder that was made is removed again where it is
+    empty at the end. Raises UsageError when it holds something else or can not be written; TraceError when another recording is in
+    it, by the name of what differs, or when it is damaged.
     """
     try:
         made = not folder.exists()
@@ -135,7 +136,7 @@ def open_folder(folder: Path, wanted: Manifest) -> Iterator[TraceFolder]:
 
 
 def _begun(folder: Path, wanted: Manifest) -> Manifest:
-    """The manifest of what is there, after it was compared; written now where nothing is."""
+    """The manifest of what is there, after it was compared; the wanted one where nothing is."""
     try:
         others = [path.name for path in folder.iterdir() if not _PARTIAL.fullmatch(path.name)]
     except OSError as error:

@@ -40,8 +40,10 @@ def plot_layers(
         for (label, values), color in zip(curves, _COLORS, strict=False):
             points = [(layer, value) for layer, value in enumerate(values) if value is not None]
             if points:
-                style = {"marker": "o", "markersize": 3.5, "color": color, "label": label}
-                axes.plot(*zip(*points, strict=True), clip_on=False, zorder=3, **style)
+                layers, shares = zip(*points, strict=True)
+                axes.plot(
+                    layers, shares, "o-", markersize=3.5, color=color, label=label, clip_on=False, zorder=3
+                )
         axes.axhline(chance, color="0.55", linestyle=":", linewidth=1.2, label="overlap of uniform routing")
         axes.set(title=title, xlabel="layer", ylabel="share", ylim=(0, 1))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
