@@ -15,7 +15,7 @@ ALLOWED = {
     "experts": {"_native", "checkpoint", "kernels"},
     "kernels": {"_native", "checkpoint"},
     "model": {"_native", "checkpoint", "kernels", "schedule"},
-    "trace": {"experts"},
+    "trace": {"checkpoint", "engine", "experts", "kernels", "memory", "model", "schedule"},
     "machine": set[str](),
     "memory": {"checkpoint", "machine", "model", "schedule"},
     "synth": {"checkpoint", "machine", "memory"},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from huorn.model.precision import Precision
 from huorn.model.rotary import Rotary
 from huorn.model.state import DecodeState
 from huorn.model.tables import LmHead
+from huorn.model.tap import LayerTap
 from huorn.schedule.plan import BUCKET_TOKENS, Plan
 from huorn.schedule.shapes import columns
 
@@ -75,6 +77,10 @@ class Buffers:
         few = min(tokens, BUCKET_TOKENS - 1)
         self.routed = torch.empty(config.num_hidden_layers * few * top_k, dtype=torch.int32)
 
+    def routing(self, tokens: int) -> Iterator[NDArray[Any]]:
+        """Views of what the last router read and made: normed [T, D], logits [T, E], ids [T, K], weights [T, K]."""
+        return (part[:tokens].numpy() for part in (self.normed, self.router_logits, self.ids, self.weights))
+
     def step(self, runtime: _native.Runtime, lengths: Sequence[int], wide: int) -> _native.Step:
         """A forward over sequences of these lengths in these buffers, at most `wide` columns per pass over a dense weight."""
         return _native.Step(
@@ -107,7 +113,8 @@ class CpuDecoder:
     """The whole model on the kernels. It holds no sequence; one forward at a time.
 
     `alive` are the tensors that the layers point into. With `quick_pairs` a few tokens on resident experts go through all layers
-    in one kernel call, which makes their plans (Plan.per_pair) itself.
+    in one kernel call, which makes their plans (Plan.per_pair) itself; not while a `tap` is set, which is told what every layer
+    routes, with the same bits.
     """
 
     config: ModelConfig
@@ -120,6 +127,7 @@ class CpuDecoder:
     rotary: Rotary
     alive: Sequence[object]
     quick_pairs: bool = True
+    tap: LayerTap | None = None
     _buffers: Buffers | None = field(default=None, init=False)
 
     def forward(self, token_ids: Tensor, state: DecodeState, all_logits: bool = False) -> Tensor:
@@ -166,10 +174,11 @@ class CpuDecoder:
         rotations = self._point_to_states(step, sequences, spares)
 
         self._embed(all_ids, buffers.x)
-        if self.quick_pairs and self.experts.quick and tokens < BUCKET_TOKENS:
+        quick = self.quick_pairs and self.experts.quick and self.tap is None
+        if quick and tokens < BUCKET_TOKENS:
             self._run_few(step, buffers, tokens)
         else:
-            self._run_layers(step, buffers.ids[:tokens].numpy())
+            self._run_layers(step, buffers, tokens)
         del rotations  # until here the step points to them
         return buffers.x[:tokens], spares
 
@@ -226,8 +235,9 @@ class CpuDecoder:
             self._run_experts(step, stop, routed[stop])
             start = stop + 1
 
-    def _run_layers(self, step: _native.Step, ids: NDArray[np.int32]) -> None:
-        """All layers, each with a plan for what its router chose, which it leaves in ids int32 [T, K]."""
+    def _run_layers(self, step: _native.Step, buffers: Buffers, tokens: int) -> None:
+        """All layers, each with a plan for what its router chose, which it leaves in the buffers."""
+        hidden, logits, ids, weights = buffers.routing(tokens)
         linear = full = 0
         for number, layer in enumerate(self.layers):
             if isinstance(layer.mixer, _native.DeltaNet):
@@ -236,6 +246,8 @@ class CpuDecoder:
             else:
                 step.attention(layer.mixer, layer.router, full)
                 full += 1
+            if self.tap is not None:
+                self.tap.layer(number, hidden, logits, ids, weights)
             self._run_experts(step, number, ids)
 
     def _run_experts(self, step: _native.Step, number: int, ids: NDArray[np.int32]) -> None:

@@ -22,11 +22,15 @@ PREFILL, DECODE = 0, 1  # of column phase
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One layer ran for T tokens: ids int32 [T, K] by rank. A prefill is one call per layer."""
+    """One layer ran for T tokens: ids int32 [T, K] by rank, with their weights f32 [T, K] where they are known. A prefill is one
+    call per layer, of step 0."""
 
     layer: int
     ids: NDArray[np.int32]
     decode: bool
+    turn: int = 0
+    step: int = 0
+    weights: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,16 +102,24 @@ class _Place(NamedTuple):
     layer: int
 
 
-def _tokens(path: Path, lines: list[str], start: int, shape: _Shape) -> dict[_Place, list[int]]:
-    """The expert of each rank, from the rows that begin at line `start`; -1 where no row gives one."""
-    tokens: dict[_Place, list[int]] = {}
+class _Token(NamedTuple):
+    """The expert of each rank, -1 where no row gives one, and its weight."""
+
+    experts: list[int]
+    weights: list[float]
+
+
+def _tokens(path: Path, lines: list[str], start: int, shape: _Shape) -> dict[_Place, _Token]:
+    """All tokens, from the rows that begin at line `start`."""
+    tokens: dict[_Place, _Token] = {}
     for number, line in enumerate(lines[start:], start + 1):
         cells = line.split(",")
         try:
             turn, phase, step, layer, rank, expert = map(int, cells[:6])
-        except ValueError:
+            weight = np.float32(cells[6])
+        except (ValueError, IndexError):
             cells = []
-        if len(cells) != COLUMNS.count(",") + 1:
+        if len(cells) != COLUMNS.count(",") + 1 or not np.isfinite(weight):
             raise TraceError(f"{path}: line {number} is no row of {COLUMNS}")
         inside = 0 <= layer < shape.layers and 0 <= rank < shape.top_k and 0 <= expert < shape.experts
         if not (inside and turn >= 0 and phase in (PREFILL, DECODE) and step >= 0):
@@ -115,24 +127,24 @@ def _tokens(path: Path, lines: list[str], start: int, shape: _Shape) -> dict[_Pl
                 f"{path}: line {number} leaves the {shape.layers} layers, {shape.top_k} ranks and {shape.experts} "
                 "experts of the header, or the phases 0 and 1"
             )
-        chosen = tokens.setdefault(_Place(turn, phase, step, layer), [-1] * shape.top_k)
-        if chosen[rank] >= 0 or expert in chosen:
+        place, top_k = _Place(turn, phase, step, layer), shape.top_k
+        token = tokens.setdefault(place, _Token([-1] * top_k, [0.0] * top_k))
+        if token.experts[rank] >= 0 or expert in token.experts:
             raise TraceError(f"{path}: line {number} repeats a rank or an expert of its token")
-        chosen[rank] = expert
+        token.experts[rank], token.weights[rank] = expert, float(weight)
     return tokens
 
 
-def _calls(path: Path, tokens: dict[_Place, list[int]]) -> tuple[LayerCall, ...]:
+def _calls(path: Path, tokens: dict[_Place, _Token]) -> tuple[LayerCall, ...]:
     """Tokens put together into layer calls: a prefill is one per turn and layer, decode one per step and layer."""
-    calls: dict[_Place, list[list[int]]] = defaultdict(list)
+    calls: dict[_Place, list[_Token]] = defaultdict(list)
     layers: dict[_Place, set[int]] = defaultdict(set)  # of each decode step
-    for place, chosen in sorted(tokens.items()):
-        if -1 in chosen:
-            raise TraceError(
-                f"{path}: {_words(place)}, layer {place.layer} has no expert of rank {chosen.index(-1)}"
-            )
+    for place, token in sorted(tokens.items()):
+        if -1 in token.experts:
+            rank = token.experts.index(-1)
+            raise TraceError(f"{path}: {_words(place)}, layer {place.layer} has no expert of rank {rank}")
         call = place if place.phase == DECODE else place._replace(step=0)
-        calls[call].append(chosen)
+        calls[call].append(token)
         if place.phase == DECODE:
             layers[place._replace(layer=0)].add(place.layer)
     if not calls:
@@ -144,7 +156,14 @@ def _calls(path: Path, tokens: dict[_Place, list[int]]) -> tuple[LayerCall, ...]
                 f"{path}: {_words(step)} lacks layer {min(every - seen)}; the trace was cut short"
             )
     return tuple(
-        LayerCall(place.layer, np.array(rows, dtype=np.int32), place.phase == DECODE)
+        LayerCall(
+            layer=place.layer,
+            ids=np.array([token.experts for token in rows], dtype=np.int32),
+            decode=place.phase == DECODE,
+            turn=place.turn,
+            step=place.step,
+            weights=np.array([token.weights for token in rows], dtype=np.float32),
+        )
         for place, rows in sorted(calls.items())
     )
 

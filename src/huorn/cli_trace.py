@@ -1,0 +1,79 @@
+"""The commands `huorn trace ...`: one function each, no logic, heavy imports inside, as in cli.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from huorn import cli_options as opt
+
+trace_app = typer.Typer(no_args_is_help=True, help="Record which experts a model routes to, and look at it.")
+
+
+@trace_app.command("record")
+def trace_record(
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help='One object a line: {"prompt"}, {"messages"}; with teacher {"prompt", "completion"}, {"text"}, {"ids"}.',
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="TRACES", help="A new folder, or one to go on with.")],
+    model: opt.Model = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each answer or text at most.")] = 256,
+    mode: Annotated[
+        Literal["decode", "teacher"],
+        typer.Option(help="decode: the model writes the answers. teacher: they are given, and read."),
+    ] = "decode",
+    chunk_rows: Annotated[
+        int, typer.Option(help="Rows from which a chunk is closed; a killed recording loses less than that.")
+    ] = 4096,
+    context: opt.ContextTokens = None,
+    threads: opt.Threads = None,
+    precision: opt.PrecisionChoice = "bf16",
+    memory: opt.Memory = None,
+    slots: opt.Slots = None,
+    policy: opt.Policy = None,
+    warm: opt.Warm = None,
+    lm_head: opt.LmHeadChoice = "two-pass",
+) -> None:
+    """Record what every layer routes for each token: hidden states, router logits, experts, weights."""
+    from huorn.commands.model_choice import ModelChoice, residency
+    from huorn.commands.trace_record import record
+    from huorn.trace.plan_recording import Request
+
+    request = Request(prompts, mode, tokens, chunk_rows)
+    fast = residency(memory, slots, policy, warm)
+    record(ModelChoice(model, context, threads, precision, "cpu", lm_head, fast), request, out)
+
+
+@trace_app.command("show")
+def trace_show(
+    traces: Annotated[Path, typer.Argument(metavar="TRACES", help="Folder of a trace.")],
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The recorded model, to ask its next-layer gate too.")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Also compare all checksums.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the curves of the layers.")
+    ] = None,
+    json: opt.Json = None,
+) -> None:
+    """Show what is in a trace, and layer by layer how alike consecutive tokens route."""
+    from huorn.commands.trace_show import show
+
+    show(traces, model, verify, plot, json)
+
+
+@trace_app.command("import")
+def trace_import(
+    csv: Annotated[Path, typer.Argument(metavar="ROUTE.csv", help="A route_trace v1 file.")],
+    out: Annotated[Path, typer.Option(metavar="TRACES", help="A new folder.")],
+) -> None:
+    """Import the decode steps of a recorded route_trace v1 file, split by time."""
+    from huorn.commands.trace_record import import_trace
+
+    import_trace(csv, out)
