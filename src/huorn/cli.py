@@ -18,6 +18,7 @@ from typer.exceptions import TyperException
 
 from huorn import __version__
 from huorn import cli_options as opt
+from huorn.cli_predictor import predictor_app
 from huorn.cli_trace import trace_app
 from huorn.errors import HuornError, one_line, reason
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(trace_app, name="trace")
+app.add_typer(predictor_app, name="predictor")
 
 
 def _print_version(wanted: bool) -> None:

@@ -131,8 +131,8 @@ class _Reader:
         if wrong.any():
             row, layer = torch.nonzero(wrong)[0].tolist()
             raise TraceError(
-                f"{self._traces.folder} holds NaN or infinity in {name} of layer {layers[layer]}, in row {row} of the split; huorn "
-                "trace show --check names the file"
+                f"{self._traces.folder} holds NaN or infinity in {name} of layer {layers[layer]}, in row {row} of the split; "
+                "huorn trace show --verify names the file"
             )
         return values
 

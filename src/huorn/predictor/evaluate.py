@@ -38,6 +38,7 @@ class Evaluation:
     profile: str
     layers: list[int]
     full_windows: list[int]  # layers that have all the layers below that their features look at
+    forced: str | None = None  # that the traces are of another model
     rows: dict[str, int] = field(default_factory=dict)
     recall: dict[str, dict[str, ByLayer]] = field(default_factory=dict)
     baselines: dict[str, dict[str, ByLayer]] = field(default_factory=dict)
@@ -46,16 +47,20 @@ class Evaluation:
 
 
 def evaluate(
-    bank: Bank, full: Mapping[str, Tensor] | None, traces: Traces, report: Callable[[int, int], None]
+    bank: Bank,
+    full: Mapping[str, Tensor] | None,
+    traces: Traces,
+    report: Callable[[int, int], None],
+    force: bool = False,
 ) -> Evaluation:
     """Scores every head on the validation and the test split. `full` are F32 weights of the heads; without them f32 means the
-    BF16 weights with F32 arithmetic. Raises UsageError when the traces are of another model; TraceError."""
-    _check(bank, traces)
+    BF16 weights with F32 arithmetic. Raises TraceError; UsageError when the traces are of a model of other shapes, or of other
+    weights and not `force`."""
+    forced = _check(bank, traces, force)
     config = bank.config
     layers = list(config.heads.layers)
-    found = Evaluation(
-        config.features.profile, layers, [layer for layer in layers if layer >= PREVIOUS_WINDOW]
-    )
+    full_windows = [layer for layer in layers if layer >= PREVIOUS_WINDOW]
+    found = Evaluation(config.features.profile, layers, full_windows, forced)
     weights = {"f32": full or _floats(bank.tensors), "bf16": bank.tensors, "int8": _from_int8(bank)}
     positions: dict[str, dict[str, list[Tensor]]] = {split: {} for split in SPLITS}
     for number, layer in enumerate(layers):
@@ -92,13 +97,9 @@ def evaluate(
     return found
 
 
-def _check(bank: Bank, traces: Traces) -> None:
+def _check(bank: Bank, traces: Traces, force: bool) -> str | None:
+    """What to say where the traces are of another model than the bank's and this was forced."""
     base, model = bank.config.base_model, traces.manifest.model
-    if (model.fingerprint or "") != base.fingerprint:
-        raise UsageError(
-            f"the bank is for {base.repo} with fingerprint {base.fingerprint or 'none'}, the traces are of {model.name} with "
-            f"{model.fingerprint or 'none'}: record traces of the bank's model"
-        )
     if (
         model.layers != base.num_layers
         or model.experts != base.num_experts
@@ -108,6 +109,21 @@ def _check(bank: Bank, traces: Traces) -> None:
             f"the bank is for {base.num_layers} layers and {base.experts_per_token} of {base.num_experts} experts, the traces "
             f"have {model.layers} and {model.top_k} of {model.experts}"
         )
+    missing = {"h": "hidden", "hd": "hidden", "rl": "logits"}
+    for block in bank.config.features.blocks:
+        if missing.get(block, "ids") not in traces.manifest.captured:
+            raise UsageError(
+                f"the bank reads {missing[block]} of each layer, which {traces.folder} does not have"
+            )
+    if (model.fingerprint or "") == base.fingerprint:
+        return None
+    words = (
+        f"the bank is for {base.repo} with fingerprint {base.fingerprint or 'none'}, the traces are of {model.name} with "
+        f"{model.fingerprint or 'none'}"
+    )
+    if not force:
+        raise UsageError(f"{words}: record traces of the bank's model, or give --force")
+    return words
 
 
 def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -142,7 +158,8 @@ def head_scores(
     u = F.silu(linear("in", x.to(low)).float()).to(low)
     both = linear("out", u)
     routed = linear("router", base.to(low) + both[:, groups * experts :]).float()
-    return both[:, : groups * experts].float().unflatten(1, (groups, experts)) + routed[:, None]
+    direct: Tensor = both[:, : groups * experts].float().unflatten(1, (groups, experts))
+    return direct + routed[:, None]
 
 
 def _hits(

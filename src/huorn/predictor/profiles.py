@@ -1,4 +1,4 @@
-"""Feature profiles: `card` as the published bank has it, `huorn` with what measured better, `routing` for traces without states."""
+"""Feature profiles: `card` as the published bank, `huorn` with what measured better, `routing` for traces without states."""
 
 from __future__ import annotations
 

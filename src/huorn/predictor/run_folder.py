@@ -13,11 +13,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from huorn.errors import UsageError, reason
-from huorn.files import write_bytes_atomically
+from huorn.files import write_atomically, write_bytes_atomically
 from huorn.predictor.bank_files.spec import BaseModelShape, FeatureContract
 
 SCHEMA = "huorn predictor run v1"
 RUN, TOKEN_TABLE = "run.json", "token_table.safetensors"
+TRACES = "traces.json"  # where they were; not part of what a run is
+TRUNKS = {"large": 512, "small": 128}  # units; 6.3 and 2.0 MB a head in int8 in the 35B shape
+_METADATA = "huorn"
 STATE, WEIGHTS = "state.safetensors", "head.safetensors"
 
 
@@ -88,6 +91,22 @@ def open_run(run: Path, spec: RunSpec) -> None:
             )
 
 
+def remember_traces(run: Path, folder: Path) -> None:
+    """Writes down where the traces of a run are. UsageError when the disk refuses."""
+    try:
+        write_atomically(run / TRACES, json.dumps({"folder": str(folder.resolve())}) + "\n")
+    except OSError as error:
+        raise UsageError(f"{run / TRACES} can not be written: {reason(error)}") from error
+
+
+def remembered_traces(run: Path) -> Path:
+    """UsageError when it is not known."""
+    try:
+        return Path(json.loads((run / TRACES).read_text(encoding="utf-8"))["folder"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{run} does not say where its traces are: give --traces") from error
+
+
 def read_run(run: Path) -> RunSpec:
     """UsageError when `run` is no training run."""
     path = run / RUN
@@ -107,10 +126,12 @@ def read_run(run: Path) -> RunSpec:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """A safetensors file, whole or not at all. UsageError when the disk refuses."""
-    data = save(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=dict(metadata or {})
-    )
+    """A safetensors file, whole or not at all. UsageError when the disk refuses.
+
+    Metadata are one entry in JSON: the format keeps entries in no order, and equal content is to give equal files.
+    """
+    entry = {_METADATA: json.dumps(dict(metadata or {}), sort_keys=True)}
+    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=entry)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomically(path, data)
@@ -122,6 +143,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata. UsageError when the file is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            return tensors, dict(json.loads((file.metadata() or {}).get(_METADATA, "{}")))
+    except (OSError, SafetensorError, ValueError) as error:
         raise UsageError(f"{path} can not be read: {reason(error)}") from error

@@ -80,8 +80,12 @@ def make_spec(
         raise UsageError(f"--text-tokens is {text_tokens}, but the vocabulary has {base.vocab_size}")
     rows = base.vocab_size if text_tokens is None else text_tokens
     contract = make_contract(profile, rows, base.hidden_size, uncaptured, without)
-    digest = hashlib.sha256((traces.folder / MANIFEST).read_bytes()).hexdigest()
-    return RunSpec(base_model=base, features=contract, settings=settings, traces=digest)
+    return RunSpec(base_model=base, features=contract, settings=settings, traces=traces_digest(traces))
+
+
+def traces_digest(traces: Traces) -> str:
+    """SHA-256 of their manifest, which has those of all files."""
+    return hashlib.sha256((traces.folder / MANIFEST).read_bytes()).hexdigest()
 
 
 def train(
@@ -92,8 +96,8 @@ def train(
     workers: int,
     model: Path | None,
     report: Report,
-) -> None:
-    """Trains what is not trained yet. Raises UsageError, TraceError, CheckpointError."""
+) -> bool:
+    """Trains what is not trained yet; whether curves could be drawn. Raises UsageError, TraceError, CheckpointError."""
     if workers < 1:
         raise UsageError(f"--workers is {workers}, but it must be 1 or more")
     open_run(run, spec)
@@ -105,7 +109,7 @@ def train(
                 train_head(traces, spec, table, run, layer, report)
     elif todo:
         _in_processes(traces.folder, spec, run, todo, min(workers, len(todo)), report)
-    draw_curves(run, layers)
+    return draw_curves(run, layers)
 
 
 def _token_table(traces: Traces, spec: RunSpec, run: Path, model: Path | None) -> Tensor:

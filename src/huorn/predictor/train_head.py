@@ -30,6 +30,7 @@ ADAM = (0.9, 0.98)
 EPS = 1e-8
 EVAL_ROWS = 4096  # scored at once
 _SCALE_ROWS = 8192  # looked at for the size of inputs
+_LEAST_SIZE = 1e-3  # of inputs; smaller ones are not brought to 1
 
 Report = Callable[[int, int, int], None]  # layer, steps done, steps in all
 
@@ -93,18 +94,20 @@ class HeadTraining:
         return fit_router(self.train.hidden[:, -1], self.train.logits[:, -1])
 
     def _scale(self) -> Tensor:
-        """f32 [F]: one over the root mean square of each block."""
+        """f32 [F]: one over the root mean square of each block, layer by layer; 0 where that is 0, so that its weights are 0 in
+        the bank: any others would take the int8 scale of their group from inputs that count."""
         rows = self.train.usable[torch.randperm(len(self.train.usable))[:_SCALE_ROWS]]
         x = self._inputs(self.train, rows)[0].float()
         widths = [
             self.spec.features.block_width(block, self.spec.base_model) for block in self.spec.features.blocks
         ]
-        return torch.cat(
-            [
-                torch.full((part.shape[1],), 1.0 / max(float(part.square().mean().sqrt()), 1e-3))
-                for part in x.split(widths, 1)
-            ]
-        )
+        parts = []
+        for part in x.split(widths, 1):
+            each = self.train.experts if part.shape[1] % self.train.experts == 0 else part.shape[1]
+            for piece in part.split(each, 1):  # a layer of a window
+                size = float(piece.square().mean().sqrt())
+                parts.append(torch.full((piece.shape[1],), 1.0 / max(size, _LEAST_SIZE) if size else 0.0))
+        return torch.cat(parts)
 
     def _start_from_popularity(self) -> None:
         """With all else 0, every group says how often each expert is used within its horizon."""
@@ -138,7 +141,7 @@ class HeadTraining:
         at = self._order(epoch)[number * settings.batch : (number + 1) * settings.batch]
         loss, _ = self._loss(self.train, at)
         self.head.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         done.step += 1
         warm, left = min(1.0, done.step / WARM_STEPS), 1.0 - (done.step - 1) / self.steps
         self._adam(settings.learning_rate * warm * left)
@@ -195,7 +198,7 @@ class HeadTraining:
 
     def save(self, path: Path) -> None:
         """Everything that the next step needs."""
-        named = {
+        named: dict[str, dict[str, Tensor]] = {
             "first": self.first,
             "second": self.second,
             "best": self.best,

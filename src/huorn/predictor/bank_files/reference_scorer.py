@@ -1,4 +1,4 @@
-"""Features and scores of an expert-predictor bank in plain PyTorch: the one definition that training, release and engine share."""
+"""Features and scores of an expert-predictor bank in plain PyTorch: the one definition for training, release and engine."""
 
 from __future__ import annotations
 

@@ -1,0 +1,86 @@
+"""seedling's expert-predictor bank, from the corpus: `python -m training.make_bank --work DIR --out BANK`. Every step resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from huorn.files import write_atomically
+from training.make_seedling import step
+
+PIECE_CHARACTERS = 4000  # about 1,000 tokens; the recorder cuts at --tokens
+LEAST_CHARACTERS = 400
+
+
+def main(
+    work: Annotated[Path, typer.Option(help="the folder that training.prepare filled")],
+    out: Annotated[Path, typer.Option(help="the bank's folder")],
+    documents: Annotated[int, typer.Option(help="one piece of so many documents at most")] = 4000,
+    tokens: Annotated[int, typer.Option(help="tokens of each piece")] = 512,
+    profile: Annotated[str, typer.Option(help="features: huorn or card")] = "huorn",
+) -> None:
+    """Write prompts, record, train, release."""
+    prompts, traces, run = work / "bank_prompts.jsonl", work / "bank_traces", work / f"bank_run_{profile}"
+    if not prompts.exists():
+        write_atomically(prompts, "".join(pieces(work, documents)))
+    huorn = ["huorn.cli"]
+    step(
+        *huorn,
+        "trace",
+        "record",
+        "--mode",
+        "teacher",
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(traces),
+        "--tokens",
+        str(tokens),
+    )
+    step(
+        *huorn,
+        "predictor",
+        "train",
+        "--traces",
+        str(traces),
+        "--out",
+        str(run),
+        "--profile",
+        profile,
+        "--trunk",
+        "256",
+    )
+    step(
+        *huorn,
+        "predictor",
+        "release",
+        str(run),
+        "--traces",
+        str(traces),
+        "--out",
+        str(out),
+        "--repo",
+        "seedling",
+    )
+
+
+def pieces(work: Path, documents: int) -> list[str]:
+    """JSONL lines: one piece from the middle of each document, since licences at their heads are all alike."""
+    found: list[tuple[str, str]] = []
+    for name in ("documents.jsonl", "heldout.jsonl"):
+        for line in (work / name).read_text(encoding="utf-8").splitlines():
+            text = json.loads(line)["text"]
+            start = text.find("\n", max(0, (len(text) - PIECE_CHARACTERS) // 2)) + 1
+            piece = text[start : start + PIECE_CHARACTERS]
+            if len(piece) >= LEAST_CHARACTERS:
+                order = hashlib.sha256(piece.encode()).hexdigest()
+                found.append((order, json.dumps({"text": piece}, ensure_ascii=False) + "\n"))
+    return [line for _, line in sorted(found)[:documents]]
+
+
+if __name__ == "__main__":
+    typer.run(main)
