@@ -83,6 +83,7 @@ def test_the_manifest_has_the_checksums(folder: Path) -> None:
         for name, data in files.items():
             assert chunk["files"][name] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert [prompt["chunk"] for prompt in manifest["prompts"]] == [0, 0, 0, 1, 1, 2, 2]
+    assert [prompt["first_row"] for prompt in manifest["prompts"]] == [0, 3, 3, 0, 4, 0, 6]
 
 
 @settings(deadline=None, max_examples=40)
