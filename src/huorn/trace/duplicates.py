@@ -30,7 +30,8 @@ def group_duplicates(sha256s: Sequence[str], shingles: Sequence[NDArray[np.uint6
 
     Two sets that share half of what they have together share one of their rarest shingles, so an index of those finds every
     pair (prefix filtering, Bayardo, Ma and Srikant 2007). A prompt is compared with one of a group at a time and no more once it
-    belongs to it, so a thousand copies of one text are a thousand comparisons. 20,000 prompts of 300 words: 9 s.
+    belongs to it, so a thousand copies of one text are a thousand comparisons. 20,000 prompts of 300 to 400 words take 4 s, and
+    their shingles as long again, on one core.
     """
     joined = _Groups(len(sha256s))
     by_sha = defaultdict[str, list[int]](list)

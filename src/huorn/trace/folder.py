@@ -111,8 +111,8 @@ def open_folder(folder: Path, wanted: Manifest) -> Iterator[TraceFolder]:
     """The folder of a new trace, or of one that an earlier call with the same `wanted` (which knows no chunk) has begun.
 
     Nobody else can fill it meanwhile, and nothing is written before `fill`: a folder that was made is removed again where it is
-    empty at the end. Raises UsageError when it holds something else or can not be written; TraceError when another recording is in
-    it, by the name of what differs, or when it is damaged.
+    empty at the end. Raises UsageError when it holds something else or can not be written; TraceError when another recording is
+    in it, by the name of what differs, or when it is damaged.
     """
     try:
         made = not folder.exists()
