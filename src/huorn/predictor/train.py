@@ -80,6 +80,13 @@ def make_spec(
         raise UsageError(f"--text-tokens is {text_tokens}, but the vocabulary has {base.vocab_size}")
     rows = base.vocab_size if text_tokens is None else text_tokens
     contract = make_contract(profile, rows, base.hidden_size, uncaptured, without)
+    if "tokens" in contract.blocks:
+        most = max(int(max(chunk.rows["id"].max(), chunk.rows["next_id"].max())) for chunk in traces.chunks)
+        if most >= rows:
+            raise UsageError(
+                f"{traces.folder} has token id {most}, which has no row in a table of {rows}: give a larger --text-tokens, or traces of "
+                "text alone"
+            )
     return RunSpec(base_model=base, features=contract, settings=settings, traces=traces_digest(traces))
 
 
