@@ -16,6 +16,7 @@ ALLOWED = {
     "kernels": {"_native", "checkpoint"},
     "model": {"_native", "checkpoint", "kernels", "schedule"},
     "trace": {"checkpoint", "engine", "experts", "kernels", "memory", "model", "schedule"},
+    "predictor": {"_native", "checkpoint", "kernels", "machine", "trace"},
     "machine": set[str](),
     "memory": {"checkpoint", "machine", "model", "schedule"},
     "synth": {"checkpoint", "machine", "memory"},

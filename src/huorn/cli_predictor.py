@@ -117,9 +117,12 @@ def predictor_release(
 
 @predictor_app.command("verify")
 def predictor_verify(
-    bank: Annotated[Path, typer.Argument(metavar="BANK", help="Folder of a bank.")],
+    bank: Annotated[
+        Path | None, typer.Argument(metavar="BANK", help="Folder of a bank. Default: the embedded model's.")
+    ] = None,
 ) -> None:
     """Check every file of a bank against its manifest, and score its fixture again on this machine."""
+    from huorn.assets import EMBEDDED_BANK
     from huorn.commands.predictor import verify
 
-    verify(bank)
+    verify(bank or EMBEDDED_BANK)

@@ -149,6 +149,42 @@ def test_kill_9_and_going_on_ends_with_the_same_file(folder: Path, tmp_path: Pat
     assert not state.exists()
 
 
+WORKERS = """
+import sys
+from pathlib import Path
+import huorn.predictor.train_head as train_head
+from huorn.predictor.run_folder import TrainSettings
+from huorn.predictor.train import make_spec, train
+from huorn.trace.recording import Traces
+train_head.SAVE_SECONDS = 0.0  # in the workers too, which import this file
+if __name__ == "__main__":
+    traces = Traces.open(Path(sys.argv[1]))
+    spec = make_spec(traces, "card", TrainSettings(trunk=32, epochs=3000, patience=3000, batch=64))
+    train(traces, spec, [1, 2, 3, 4], Path(sys.argv[2]), 2, None, lambda *_: None)
+"""
+
+
+def test_workers_end_when_their_parent_is_killed(folder: Path, tmp_path: Path) -> None:
+    """Otherwise they would go on writing beside those of the next call."""
+    script = tmp_path / "train.py"
+    script.write_text(WORKERS)
+    process = subprocess.Popen([sys.executable, str(script), str(folder), str(tmp_path / "run")])
+    states = [head_folder(tmp_path / "run", layer) / STATE for layer in (1, 2)]
+    until = time.monotonic() + 60
+    while not any(state.exists() for state in states) and time.monotonic() < until:
+        time.sleep(0.05)
+    other = subprocess.run(
+        [sys.executable, str(script), str(folder), str(tmp_path / "run")], capture_output=True, text=True
+    )
+    assert "is being written by another huorn" in other.stderr
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(3)
+    before = [path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")]
+    time.sleep(1)
+    assert before == [path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")]
+
+
 def test_early_stopping_keeps_the_best_epoch(folder: Path) -> None:
     traces = Traces.open(folder)
     spec = make_spec(traces, "card", TrainSettings(trunk=256, epochs=60, batch=64, learning_rate=3e-2))

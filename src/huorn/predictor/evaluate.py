@@ -11,7 +11,7 @@ from torch import Tensor
 
 from huorn.errors import UsageError
 from huorn.predictor.bank_files.bank_loader import to_int8
-from huorn.predictor.bank_files.int8_bank import dequantise
+from huorn.predictor.bank_files.int8_bank import GROUP
 from huorn.predictor.bank_files.reference_scorer import Bank, assemble, base_hidden
 from huorn.predictor.bank_files.spec import PREVIOUS_WINDOW, Block
 from huorn.predictor.baselines import baselines
@@ -135,9 +135,8 @@ def _from_int8(bank: Bank) -> dict[str, Tensor]:
     coded = to_int8(bank)
     found = {name: coded[name] for name in ("b_in", "b_out", "b_router")}
     for name in ("w_in", "w_out", "w_router"):
-        width = bank.tensors[name].shape[2]
-        parts = zip(coded[f"{name}.codes"], coded[f"{name}.scale"], strict=True)
-        found[name] = torch.stack([dequantise(codes, scale)[:, :width] for codes, scale in parts])
+        codes, scale = coded[f"{name}.codes"].float().unflatten(-1, (-1, GROUP)), coded[f"{name}.scale"]
+        found[name] = (codes * scale[..., None]).flatten(-2)[..., : bank.tensors[name].shape[-1]]
     return found
 
 

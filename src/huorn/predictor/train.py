@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import csv
+import ctypes
+import fcntl
 import hashlib
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +37,7 @@ from huorn.trace.layout import MANIFEST
 from huorn.trace.recording import Traces
 
 _POLL_S = 0.2
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def parse_layers(text: str, layers: int) -> list[int]:
@@ -108,15 +114,29 @@ def train(
     if workers < 1:
         raise UsageError(f"--workers is {workers}, but it must be 1 or more")
     open_run(run, spec)
-    table = _token_table(traces, spec, run, model)
-    todo = [layer for layer in layers if not (head_folder(run, layer) / WEIGHTS).exists()]
-    if workers == 1 or len(todo) == 1:
-        with _one_thread():
-            for layer in todo:
-                train_head(traces, spec, table, run, layer, report)
-    elif todo:
-        _in_processes(traces.folder, spec, run, todo, min(workers, len(todo)), report)
-    return draw_curves(run, layers)
+    with _locked(run):
+        table = _token_table(traces, spec, run, model)
+        todo = [layer for layer in layers if not (head_folder(run, layer) / WEIGHTS).exists()]
+        if workers == 1 or len(todo) == 1:
+            with _one_thread():
+                for layer in todo:
+                    train_head(traces, spec, table, run, layer, report)
+        elif todo:
+            _in_processes(traces.folder, spec, run, todo, min(workers, len(todo)), report)
+        return draw_curves(run, layers)
+
+
+@contextmanager
+def _locked(run: Path) -> Iterator[None]:
+    """UsageError while another process trains into the same folder."""
+    fd = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise UsageError(f"{run} is being written by another huorn: wait for it") from error
+    finally:
+        os.close(fd)  # the lock goes with it
 
 
 def _token_table(traces: Traces, spec: RunSpec, run: Path, model: Path | None) -> Tensor:
@@ -145,7 +165,7 @@ def _in_processes(
 ) -> None:
     context = multiprocessing.get_context("spawn")
     queue: Any = context.Queue()
-    with ProcessPoolExecutor(workers, context, _start_worker, (queue,)) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (queue, os.getpid())) as pool:
         left = {pool.submit(_train_in_worker, folder, spec, run, layer) for layer in layers}
         try:
             while left:
@@ -154,6 +174,11 @@ def _in_processes(
                     report(*queue.get())
                 for future in done:
                     future.result()
+        except BrokenProcessPool as error:
+            raise UsageError(
+                "a worker was ended from outside, perhaps for the memory it took: use fewer --workers or a smaller --pool; what was "
+                "trained is kept"
+            ) from error
         except BaseException:
             for future in left:
                 future.cancel()
@@ -165,9 +190,13 @@ def _in_processes(
 _queue: Any = None
 
 
-def _start_worker(queue: Any) -> None:
+def _start_worker(queue: Any, parent: int) -> None:
+    """A worker ends with its parent, even one that was killed: who calls that again must not find old ones writing."""
     global _queue
     _queue = queue
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
     torch.set_num_threads(1)
 
 

@@ -64,9 +64,7 @@ def to_int8(bank: Bank) -> dict[str, Tensor]:
     zeros; biases and calibration f32."""
     found: dict[str, Tensor] = {}
     for name in ("w_in", "w_out", "w_router"):
-        parts = [quantise(weight) for weight in bank.tensors[name]]
-        found[f"{name}.codes"] = torch.stack([codes for codes, _ in parts])
-        found[f"{name}.scale"] = torch.stack([scale for _, scale in parts])
+        found[f"{name}.codes"], found[f"{name}.scale"] = quantise(bank.tensors[name])
     for name in ("b_in", "b_out", "b_router", "a", "b"):
         found[name] = bank.tensors[name].float()
     return found
