@@ -18,7 +18,24 @@ from .command_line import Caller, assert_one_sentence, huorn
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real recording of 24 short texts."""
     at = tmp_path_factory.mktemp("traces")
-    words = "def class return for if import while in self None True print list dict open read".split()
+    words = [
+        "def",
+        "class",
+        "return",
+        "for",
+        "if",
+        "import",
+        "while",
+        "in",
+        "self",
+        "None",
+        "True",
+        "print",
+        "list",
+        "dict",
+        "open",
+        "read",
+    ]
     rng = random.Random(0)
     texts = [" ".join(rng.choices(words, k=80)) for _ in range(24)]
     (at / "p.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -101,8 +118,8 @@ def test_train_evaluate_release_verify(traces: Path, run: Path, tmp_path: Path, 
 
 def test_two_profiles_side_by_side(traces: Path, run: Path, tmp_path: Path, call: Caller) -> None:
     done = call(
-        "predictor", "train", "--traces", traces, "--layers", "7", "--out", tmp_path / "card", "--profile", "card", "--trunk", "16",
-        "--epochs", "1", "--workers", "1",
+        "predictor", "train", "--traces", traces, "--layers", "7", "--out", tmp_path / "card", "--profile", "card",
+        "--trunk", "16", "--epochs", "1", "--workers", "1",
     )  # fmt: skip
     assert done.code == 0, done.stderr
     done = call(

@@ -58,7 +58,7 @@ class Made:
 def make(
     counts: Sequence[int],
     splits: Sequence[Split],
-    shape: Shape = Shape(),  # noqa: B008  # frozen
+    shape: Shape = Shape(),  # frozen
     seed: int = 0,
     shuffled: bool = False,
 ) -> Made:

@@ -244,10 +244,10 @@ def test_what_is_wrong_is_said(folder: Path, tmp_path: Path) -> None:
         train(traces, spec, [0], tmp_path / "run", 0, None, quiet)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
-    with pytest.raises(UsageError, match="is not empty and holds no run.json"):
+    with pytest.raises(UsageError, match=r"is not empty and holds no run\.json"):
         train(traces, spec, [0], tmp_path / "other", 1, None, quiet)
+    (head_folder(tmp_path / "run", 0) / WEIGHTS).unlink()
     with pytest.raises(UsageError, match="has no finished head"):
-        (head_folder(tmp_path / "run", 0) / WEIGHTS).unlink()
         bank_from_run(tmp_path / "run")
 
 

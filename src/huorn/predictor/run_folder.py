@@ -72,7 +72,7 @@ def trained_layers(run: Path) -> list[int]:
 
 
 def open_run(run: Path, spec: RunSpec) -> None:
-    """Writes run.json, or finds the same one there. UsageError when it is that of another run, or the folder holds other things."""
+    """Writes run.json, or finds the same one there. UsageError when it is another run's, or the folder holds other things."""
     path = run / RUN
     if not path.exists():
         if run.exists() and (not run.is_dir() or any(run.iterdir())):

@@ -1,4 +1,4 @@
-"""Training of many heads, each by one thread, some at a time; killed at any moment and called again, it ends with the same weights."""
+"""Training of many heads, each by one thread, some at a time; killed and called again, it ends with the same weights."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def make_spec(
         most = max(int(max(chunk.rows["id"].max(), chunk.rows["next_id"].max())) for chunk in traces.chunks)
         if most >= rows:
             raise UsageError(
-                f"{traces.folder} has token id {most}, which has no row in a table of {rows}: give a larger --text-tokens, or traces of "
+                f"{traces.folder} has token id {most}, which has no row in a table of {rows}: give a larger "
+                "--text-tokens, or traces of "
                 "text alone"
             )
     return RunSpec(base_model=base, features=contract, settings=settings, traces=traces_digest(traces))
@@ -176,7 +177,8 @@ def _in_processes(
                     future.result()
         except BrokenProcessPool as error:
             raise UsageError(
-                "a worker was ended from outside, perhaps for the memory it took: use fewer --workers or a smaller --pool; what was "
+                "a worker was ended from outside, perhaps for the memory it took: use fewer --workers or a smaller "
+                "--pool; what was "
                 "trained is kept"
             ) from error
         except BaseException:

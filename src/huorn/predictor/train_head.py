@@ -1,4 +1,4 @@
-"""Training of one head: the same steps whenever it was interrupted, since the order of rows follows from seed, layer and epoch."""
+"""Training of one head: the same steps whether interrupted or not, since the order of rows follows from seed, layer, epoch."""
 
 from __future__ import annotations
 

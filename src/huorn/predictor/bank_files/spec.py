@@ -10,7 +10,6 @@ SCHEMA = "huorn expert predictor v1"
 Block = Literal["h", "win", "prior", "pos", "rl", "prevwin", "hd", "sticky", "tokens"]
 BLOCKS: tuple[Block, ...] = ("h", "win", "prior", "pos", "rl", "prevwin", "hd", "sticky", "tokens")
 WINDOW, PREVIOUS_WINDOW = 3, 5  # layers below that `win` and `rl`, and `prevwin`, look at
-GROUP = 128  # inputs that share a scale in the int8 bank
 
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]

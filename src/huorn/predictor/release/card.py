@@ -49,11 +49,15 @@ def card_text(bank: Bank, found: Evaluation, coded: Mapping[str, Tensor], notice
         f"Made for {base.repo}, revision {base.revision}, and bound to it by the fingerprint `{base.fingerprint}` of its config, "
         "router weights and embedding: a fine-tune of the same shapes has another one, and `check_base` in spec.py refuses it.",
         "## Recall",
-        "Recall@K is the share of token t+1's routed experts that are among a head's K most likely ones. The lead is one token: all "
-        f"inputs exist when token t has been decoded. Test rows ({found.rows['test']:,}) were used for nothing else; validation rows "
-        f"({found.rows['validation']:,}) chose when training ended and fitted the calibration. Splits are by prompt, with exact and near "
+        "Recall@K is the share of token t+1's routed experts that are among a head's K most likely ones. The lead is one "
+        "token: all "
+        f"inputs exist when token t has been decoded. Test rows ({found.rows['test']:,}) were used for nothing else; "
+        "validation rows "
+        f"({found.rows['validation']:,}) chose when training ended and fitted the calibration. Splits are by prompt, "
+        "with exact and near "
         "duplicates kept together.",
-        f"Mean recall@8 on the test split: {test['mean']['8']:.3f}, @16: {test['mean']['16']:.3f}. The best baseline of equal lead "
+        f"Mean recall@8 on the test split: {test['mean']['8']:.3f}, @16: {test['mean']['16']:.3f}. The best baseline of "
+        "equal lead "
         f"({_NAMES[name[0]]}) has {name[1]:.3f} at 8.",
         *(["![Recall by layer](recall.png)"] if plotted else []),
         "Test split, BF16, by layer:",
@@ -84,29 +88,36 @@ def card_text(bank: Bank, found: Evaluation, coded: Mapping[str, Tensor], notice
         "With the inputs of one block zeroed (validation split, BF16; not trained anew):",
         _table("Zeroed", [(block, table["mean"]) for block, table in found.without.items()]),
         "## Inputs",
-        f"Profile `{features.profile}`: {features.width(base):,} inputs in the order {', '.join(features.blocks)}; reference_scorer.py "
+        f"Profile `{features.profile}`: {features.width(base):,} inputs in the order {', '.join(features.blocks)}; "
+        "reference_scorer.py "
         f"has each. Token ids go through a frozen table of {features.token_rows:,} rows of {features.token_width} "
         + (
             "random numbers"
             if features.token_source == "random"
             else "numbers: the model's own embedding through one random projection"
         )
-        + f" (seed {features.token_seed}); other ids are refused. The first step after a reset follows the rule `{features.first_step}`.",
-        "Each head also applies a frozen linear map to a forecast of its own layer's next hidden state: a least-squares fit of the "
+        + f" (seed {features.token_seed}); other ids are refused. The first step after a reset follows "
+        f"the rule `{features.first_step}`.",
+        "Each head also applies a frozen linear map to a forecast of its own layer's next hidden state: a least-squares "
+        "fit of the "
         "layer's router from traces, close to the router but not bit-identical to it.",
         f"In int8 (groups of 128 inputs) a head takes {head_bytes(coded) / 1e6:.2f} MB, all {len(heads.layers)} of them "
         f"{len(heads.layers) * head_bytes(coded) / 1e6:.1f} MB.",
         "## Files",
-        "model.safetensors has the BF16 bank, calibration in F32; config.json what it is for (schema: spec.py). bank_loader.py loads and "
-        "checks both and makes the int8 bank (`to_int8`, with int8_bank.py); reference_scorer.py assembles features and scores in plain "
-        "PyTorch; parity_fixture.safetensors has nine sets of inputs with what the scorer must give; manifest.json the SHA-256 of every "
+        "model.safetensors has the BF16 bank, calibration in F32; config.json what it is for (schema: spec.py). "
+        "bank_loader.py loads and "
+        "checks both and makes the int8 bank (`to_int8`, with int8_bank.py); reference_scorer.py assembles features and "
+        "scores in plain "
+        "PyTorch; parity_fixture.safetensors has nine sets of inputs with what the scorer must give; manifest.json the "
+        "SHA-256 of every "
         "file and int8 buffer. Needs Python 3.10 or later, torch, safetensors and Pydantic 2. Run inside this folder:",
         f"```python\n{SNIPPET}```",
         "With huorn installed, `huorn predictor verify .` checks all files and scores again. Other versions of torch and other "
         "processors can differ in the last bit.",
         "## Limits",
         f"Fitted to one model, on traces whose text is not of every kind. Position counts up to "
-        f"{features.position_limit or 'any number'}; see the table by position. Text only. The fixture's inputs are random numbers: "
+        f"{features.position_limit or 'any number'}; see the table by position. Text only. The fixture's inputs are "
+        "random numbers: "
         "they show that files and scorer are right, not that forecasts are good.",
         "## Data",
         notice,
@@ -127,7 +138,8 @@ def _full_windows(found: Evaluation) -> list[str]:
     test = found.recall["bf16"]["test"]
     means = {str(k): sum(test[layer][str(k)] for layer in some) / len(some) for k in KS}
     return [
-        f"Heads that have all five layers below them that their windows look at ({_ranges(found.full_windows)}), test split, BF16:",
+        f"Heads that have all five layers below them that their windows look at ({_ranges(found.full_windows)}), test "
+        "split, BF16:",
         _table("Mean", [("full windows", means)]),
     ]
 

@@ -84,6 +84,7 @@ def _write(bank: Bank, evaluation: Evaluation, folder: Path, notice: str) -> Gat
 def _notice(bank: Bank, notice: str) -> str:
     base = bank.config.base_model
     return (
-        f"Expert-predictor bank for {base.repo}\nMade with huorn {bank.config.provenance.huorn}.\n\nThe weights were fitted to the "
+        f"Expert-predictor bank for {base.repo}\nMade with huorn {bank.config.provenance.huorn}.\n\nThe weights were "
+        "fitted to the "
         f"routing decisions of {base.repo}, revision {base.revision}; terms of that model may apply to it.\n\n{notice}\n"
     )

@@ -84,6 +84,7 @@ def check_recall(bf16: float, int8: float) -> None:
     """UsageError when int8 loses more than MOST_LOST_POINTS of mean recall@8."""
     if 100 * (bf16 - int8) > MOST_LOST_POINTS:
         raise UsageError(
-            f"int8 has a mean recall@8 of {int8:.4f}, {100 * (bf16 - int8):.2f} points below BF16: more than {MOST_LOST_POINTS} are "
+            f"int8 has a mean recall@8 of {int8:.4f}, {100 * (bf16 - int8):.2f} points below BF16: more than "
+            f"{MOST_LOST_POINTS} are "
             "not released"
         )

@@ -32,7 +32,8 @@ def verify_bank(folder: Path) -> Verified:
     if not gate.same_scores:
         made = manifest["environment"]
         remark = (
-            f"other environment: all files are as released, but scores differ from the fixture by up to {gate.largest_score_difference:.3g}, "
+            "other environment: all files are as released, but scores differ from the fixture by up to "
+            f"{gate.largest_score_difference:.3g}, "
             f"which was made with torch {made['torch']} on {made['cpu']}"
         )
     return Verified(bank, len(manifest["files"]) + 1, gate, remark)
