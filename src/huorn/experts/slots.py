@@ -37,8 +37,8 @@ class Slots:
         self.count = count
         self._store = store
         self._memory = HugePages(count * store.slot_bytes).take(count * store.slot_bytes)
-        self._rows = torch.zeros(config.num_hidden_layers * config.num_experts, 6, dtype=torch.int64)
-        self.table = self._rows.view(config.num_hidden_layers, config.num_experts, 6)
+        self.table = torch.zeros(config.num_hidden_layers, config.num_experts, 6, dtype=torch.int64)
+        self._rows = self.table.view(-1, 6).numpy()  # of the same memory: a row is written in 3 us instead of 100
         self._place: dict[int, int] = {}  # key -> slot
         self._states = [SlotState.EMPTY] * count
         self._free = list(range(count - 1, -1, -1))
@@ -77,7 +77,7 @@ class Slots:
         place = self._place[key]
         assert self._states[place] is SlotState.LOADING
         self._states[place] = SlotState.READY
-        self._rows[key] = torch.tensor(self._store.addresses(key, self.address(key)))
+        self._rows[key] = self._store.addresses(key, self.address(key))
 
     def clear(self, key: int) -> None:
         """Takes the slot of an expert that no copy writes to any more."""

@@ -60,7 +60,8 @@ class Plan:
 
     def only(self, experts: Sequence[int]) -> Plan:
         """The chunks of these experts; pairs stay as they are."""
-        return Plan(self.pairs, self.chunks[np.isin(self.chunks[:, 0], experts)])
+        wanted = set(experts)  # 5 us for the eight pairs of a token, of which np.isin takes 130
+        return Plan(self.pairs, self.chunks[[expert in wanted for expert in self.chunks[:, 0].tolist()]])
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
