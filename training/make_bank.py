@@ -1,4 +1,4 @@
-"""seedling's expert-predictor bank, from the corpus: `python -m training.make_bank --work DIR --out BANK`. Every step resumes."""
+"""An expert-predictor bank from the corpus: `python -m training.make_bank --work DIR --out BANK`. Every step resumes."""
 
 from __future__ import annotations
 
@@ -14,58 +14,44 @@ from training.make_seedling import step
 
 PIECE_CHARACTERS = 4000  # about 1,000 tokens; the recorder cuts at --tokens
 LEAST_CHARACTERS = 400
+NOTICE = (
+    "The traces were recorded on permissively licensed code and documentation, which NOTICE of the huorn project lists source by "
+    "source. The heads learn the routing of the base model, not the text."
+)
 
 
 def main(
     work: Annotated[Path, typer.Option(help="the folder that training.prepare filled")],
     out: Annotated[Path, typer.Option(help="the bank's folder")],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="a checkpoint, such as eight layers of huorn synth; default: the embedded model"),
+    ] = None,
     documents: Annotated[int, typer.Option(help="one piece of so many documents at most")] = 4000,
-    tokens: Annotated[int, typer.Option(help="tokens of each piece")] = 512,
+    tokens: Annotated[int, typer.Option(help="tokens of each piece at most")] = 512,
+    trunk: Annotated[int, typer.Option(help="units of each head's trunk")] = 256,
+    epochs: Annotated[int, typer.Option(help="passes over the training rows at most")] = 4,
     profile: Annotated[str, typer.Option(help="features: huorn or card")] = "huorn",
 ) -> None:
     """Write prompts, record, train, release."""
-    prompts, traces, run = work / "bank_prompts.jsonl", work / "bank_traces", work / f"bank_run_{profile}"
+    name = "seedling" if model is None else model.name
+    prompts, traces = work / f"prompts_{documents}.jsonl", work / f"traces_{name}_{documents}"
+    run = work / f"run_{name}_{documents}_{profile}_{trunk}"
+    whose = [] if model is None else ["--model", str(model)]
     if not prompts.exists():
         write_atomically(prompts, "".join(pieces(work, documents)))
-    huorn = ["huorn.cli"]
     step(
-        *huorn,
-        "trace",
-        "record",
-        "--mode",
-        "teacher",
-        "--prompts",
-        str(prompts),
-        "--out",
-        str(traces),
-        "--tokens",
-        str(tokens),
-    )
+        "huorn.cli", "trace", "record", "--mode", "teacher", "--prompts", str(prompts), "--out", str(traces),
+        "--tokens", str(tokens), *whose,
+    )  # fmt: skip
     step(
-        *huorn,
-        "predictor",
-        "train",
-        "--traces",
-        str(traces),
-        "--out",
-        str(run),
-        "--profile",
-        profile,
-        "--trunk",
-        "256",
-    )
+        "huorn.cli", "predictor", "train", "--traces", str(traces), "--out", str(run), "--profile", profile,
+        "--trunk", str(trunk), "--epochs", str(epochs), *whose,
+    )  # fmt: skip
     step(
-        *huorn,
-        "predictor",
-        "release",
-        str(run),
-        "--traces",
-        str(traces),
-        "--out",
-        str(out),
-        "--repo",
-        "seedling",
-    )
+        "huorn.cli", "predictor", "release", str(run), "--traces", str(traces), "--out", str(out), "--repo", name,
+        "--notice", NOTICE,
+    )  # fmt: skip
 
 
 def pieces(work: Path, documents: int) -> list[str]:
