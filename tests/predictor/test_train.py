@@ -283,3 +283,25 @@ def test_traces_of_another_model_are_refused_unless_forced(folder: Path, tmp_pat
     assert FINGERPRINT in forced.forced
     assert forced.recall == evaluate(bank, full, Traces.open(folder), quiet).recall
     assert read_tensors(head_folder(tmp_path / "run", 0) / WEIGHTS)[1]["run"]
+
+
+def test_steps_are_those_of_torchs_adam(folder: Path) -> None:
+    traces = Traces.open(folder)
+    spec = make_spec(traces, "card", SETTINGS)
+    from huorn.predictor.profiles import token_table
+
+    training = HeadTraining(traces, spec, token_table(spec.features), 5)
+    other = {
+        name: value.detach().clone().requires_grad_() for name, value in training.head.named_parameters()
+    }
+    adam = torch.optim.Adam(other.values(), lr=1.0, betas=(0.9, 0.98), eps=1e-8)
+    for number in range(5):
+        training.one_step()
+        # Warm-up over 100 steps, then down to 0 over all of them.
+        adam.param_groups[0]["lr"] = 1e-2 * (number + 1) / 100 * (1 - number / training.steps)
+        for name, value in training.head.named_parameters():
+            assert value.grad is not None
+            other[name].grad = value.grad.clone()
+        adam.step()
+    for name, value in training.head.named_parameters():
+        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-7)
