@@ -23,6 +23,11 @@ struct Kernels {
   // Where linear of the weight behind the codes must lie for norm(x) [tokens, cols]: lower and upper [tokens, rows].
   void (*bound_rows)(Pool&, const CodedRows&, const float* norm_scale, float eps, const float* x, int tokens, float* lower,
                      float* upper);
+  // Scores and probabilities [heads, groups, experts] of the bank's heads from number `first` on, for x bf16 [heads, features] and
+  // base bf16 [heads, hidden]. work f32 [heads, width], [heads, groups * experts], [heads, hidden rounded up to 128] is left with
+  // what the passes hand over: trunk, corrections, forecast.
+  void (*score_heads)(Pool&, const PredictorBank&, int first, int heads, const uint8_t* x, int features, const uint8_t* base,
+                      float* work, float* scores, float* probabilities);
   double (*read_memory)(Pool&, const uint8_t* data, size_t bytes);  // a checksum, so that no load can be left out
   double (*multiply)(Pool&, int rounds);                            // matmul operations done per thread, on registers or tiles
 };

@@ -45,6 +45,21 @@ NB_MODULE(_native, m) {
            },
            nb::kw_only(), "codes"_a, "scale"_a, "spread"_a, "rows"_a, "cols"_a, "largest_x"_a);
 
+  nb::class_<GroupedCodes>(m, "GroupedCodes")
+      .def("__init__",
+           [](GroupedCodes* self, Address codes, Address scale, Address bias, int rows, int cols) {
+             new (self) GroupedCodes{at<int8_t>(codes), at<float>(scale), at<float>(bias), rows, cols};
+           },
+           nb::kw_only(), "codes"_a, "scale"_a, "bias"_a, "rows"_a, "cols"_a);
+
+  nb::class_<PredictorBank>(m, "PredictorBank")
+      .def("__init__",
+           [](PredictorBank* self, const GroupedCodes& in, const GroupedCodes& out, const GroupedCodes& router, Address a, Address b,
+              int hidden, int experts, int groups) {
+             new (self) PredictorBank{in, out, router, at<float>(a), at<float>(b), hidden, experts, groups};
+           },
+           nb::kw_only(), "w_in"_a, "w_out"_a, "w_router"_a, "a"_a, "b"_a, "hidden"_a, "experts"_a, "groups"_a);
+
   m.def("candidates",
         [](Address lower, Address upper, size_t rows, size_t k, Address ids, size_t room) {
           return candidates(at<float>(lower), at<float>(upper), rows, k, at<int64_t>(ids), room);
@@ -105,6 +120,8 @@ NB_MODULE(_native, m) {
       .def("embed", &Runtime::embed, "table"_a, "format"_a, "hidden"_a, "ids"_a, "tokens"_a, "x"_a)
       .def("code_rows", &Runtime::code_rows, "weight"_a, "rows"_a, "cols"_a, "codes"_a, "scale"_a, "spread"_a)
       .def("bound_rows", &Runtime::bound_rows, "rows"_a, "norm_scale"_a, "eps"_a, "x"_a, "tokens"_a, "lower"_a, "upper"_a)
+      .def("score_heads", &Runtime::score_heads, "bank"_a, "first"_a, "heads"_a, "x"_a, "features"_a, "base"_a, "work"_a, "scores"_a,
+           "probabilities"_a)
       .def("read_memory", &Runtime::read_memory, "data"_a, "bytes"_a)
       .def("multiply", &Runtime::multiply, "rounds"_a);
 

@@ -34,6 +34,25 @@ struct CodedRows {
   float largest_x;
 };
 
+// Weights [rows, cols] of several heads, one after the other, as INT8 codes with one F32 scale for each 128 columns of a row; cols
+// is a multiple of 128.
+struct GroupedCodes {
+  const int8_t* codes;
+  const float* scale;  // [heads, rows, cols / 128]
+  const float* bias;   // [heads, rows]
+  int32_t rows;
+  int32_t cols;
+};
+
+// A bank of expert predictors, one head per MoE layer (predictor_bank.h): in [width, features], out [groups * experts + hidden,
+// width], router [experts, hidden], with features and hidden rounded up to 128: the first is known by the call.
+struct PredictorBank {
+  GroupedCodes in, out, router;
+  const float* a;  // [heads, groups]: probability = sigmoid(a * score + b)
+  const float* b;
+  int32_t hidden, experts, groups;
+};
+
 // One expert: gate and up [inter, hidden], down [hidden, inter], all of one format.
 struct Expert {
   const uint8_t* gate;

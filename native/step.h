@@ -66,6 +66,13 @@ class Runtime {
     kernels_->bound_rows(*pool_, w, at<float>(norm_scale), eps, at<float>(x), tokens, at<float>(lower), at<float>(upper));
   }
 
+  void score_heads(const PredictorBank& bank, int first, int heads, Address x, int features, Address base, Address work,
+                   Address scores, Address probabilities) {
+    nb::gil_scoped_release release;
+    kernels_->score_heads(*pool_, bank, first, heads, at<uint8_t>(x), features, at<uint8_t>(base), at<float>(work),
+                          at<float>(scores), at<float>(probabilities));
+  }
+
   double read_memory(Address data, size_t bytes) {
     nb::gil_scoped_release release;
     return kernels_->read_memory(*pool_, at<uint8_t>(data), bytes);

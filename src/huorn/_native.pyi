@@ -13,6 +13,23 @@ class CodedRows:
         self, *, codes: int, scale: int, spread: int, rows: int, cols: int, largest_x: float
     ) -> None: ...
 
+class GroupedCodes:
+    def __init__(self, *, codes: int, scale: int, bias: int, rows: int, cols: int) -> None: ...
+
+class PredictorBank:
+    def __init__(
+        self,
+        *,
+        w_in: GroupedCodes,
+        w_out: GroupedCodes,
+        w_router: GroupedCodes,
+        a: int,
+        b: int,
+        hidden: int,
+        experts: int,
+        groups: int,
+    ) -> None: ...
+
 def candidates(lower: int, upper: int, rows: int, k: int, ids: int, room: int) -> int: ...
 
 class DeltaNet:
@@ -102,6 +119,18 @@ class Runtime:
     def code_rows(self, weight: int, rows: int, cols: int, codes: int, scale: int, spread: int) -> bool: ...
     def bound_rows(
         self, rows: CodedRows, norm_scale: int, eps: float, x: int, tokens: int, lower: int, upper: int
+    ) -> None: ...
+    def score_heads(
+        self,
+        bank: PredictorBank,
+        first: int,
+        heads: int,
+        x: int,
+        features: int,
+        base: int,
+        work: int,
+        scores: int,
+        probabilities: int,
     ) -> None: ...
     def read_memory(self, data: int, bytes: int) -> float: ...
     def multiply(self, rounds: int) -> float: ...

@@ -68,7 +68,7 @@ def run(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--out",
         out,
         "--trunk",
-        "32",
+        "128",
         "--epochs",
         "2",
         "--batch",
@@ -119,7 +119,7 @@ def test_train_evaluate_release_verify(traces: Path, run: Path, tmp_path: Path, 
 def test_two_profiles_side_by_side(traces: Path, run: Path, tmp_path: Path, call: Caller) -> None:
     done = call(
         "predictor", "train", "--traces", traces, "--layers", "7", "--out", tmp_path / "card", "--profile", "card",
-        "--trunk", "16", "--epochs", "1", "--workers", "1",
+        "--trunk", "128", "--epochs", "1", "--workers", "1",
     )  # fmt: skip
     assert done.code == 0, done.stderr
     done = call(

@@ -31,7 +31,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Released:
     at = tmp_path_factory.mktemp("bank")
     folder = write(make([60] * 16, splits_of(12, 2, 2)), at / "traces")
     traces = Traces.open(folder)
-    spec = make_spec(traces, "card", TrainSettings(trunk=48, epochs=4, batch=64, learning_rate=1e-2))
+    spec = make_spec(traces, "card", TrainSettings(trunk=128, epochs=4, batch=64, learning_rate=1e-2))
     train(traces, spec, [0, 3, 6], at / "run", 1, None, lambda *_: None)
     bank, full = bank_from_run(at / "run")
     found = evaluate(bank, full, traces, lambda *_: None)

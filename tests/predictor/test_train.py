@@ -21,7 +21,7 @@ from huorn.predictor.train_head import HeadTraining
 from huorn.trace.recording import Traces
 from tests.predictor.made_traces import FINGERPRINT, make, splits_of, write
 
-SETTINGS = TrainSettings(trunk=32, epochs=3, batch=64, learning_rate=1e-2)
+SETTINGS = TrainSettings(trunk=128, epochs=3, batch=64, learning_rate=1e-2)
 COUNTS = [60] * 24
 SPLITS = splits_of(16, 4, 4)
 
@@ -49,7 +49,7 @@ def test_heads_learn_what_the_next_token_says(folder: Path, tmp_path: Path) -> N
         folder,
         tmp_path / "run",
         [0, 6],
-        settings=TrainSettings(trunk=64, epochs=12, batch=64, learning_rate=1e-2),
+        settings=TrainSettings(trunk=128, epochs=12, batch=64, learning_rate=1e-2),
     )
     bank, full = bank_from_run(tmp_path / "run")
     found = evaluate(bank, full, Traces.open(folder), quiet)
@@ -123,7 +123,7 @@ from huorn.predictor.train import make_spec, train
 from huorn.trace.recording import Traces
 train_head.SAVE_SECONDS = 0.0  # after every step
 traces = Traces.open(Path(sys.argv[1]))
-spec = make_spec(traces, "card", TrainSettings(trunk=32, epochs=3, batch=64, learning_rate=1e-2))
+spec = make_spec(traces, "card", TrainSettings(trunk=128, epochs=3, batch=64, learning_rate=1e-2))
 train(traces, spec, [2], Path(sys.argv[2]), 1, None, lambda *_: None)
 """
 
@@ -159,7 +159,7 @@ from huorn.trace.recording import Traces
 train_head.SAVE_SECONDS = 0.0  # in the workers too, which import this file
 if __name__ == "__main__":
     traces = Traces.open(Path(sys.argv[1]))
-    spec = make_spec(traces, "card", TrainSettings(trunk=32, epochs=3000, patience=3000, batch=64))
+    spec = make_spec(traces, "card", TrainSettings(trunk=128, epochs=3000, patience=3000, batch=64))
     train(traces, spec, [1, 2, 3, 4], Path(sys.argv[2]), 2, None, lambda *_: None)
 """
 
@@ -224,8 +224,8 @@ def test_what_is_wrong_is_said(folder: Path, tmp_path: Path) -> None:
             parse_layers(text, 7)
     assert parse_layers("5,0-2, 1", 7) == [0, 1, 2, 5]
     for settings, words in (
-        (TrainSettings(trunk=0), "--trunk is 0"), (TrainSettings(trunk=8, pool=0), "--pool is 0"),
-        (TrainSettings(trunk=8, epochs=0), "--epochs is 0"), (TrainSettings(trunk=8, batch=0), "--batch is 0"),
+        (TrainSettings(trunk=0), "--trunk is 0"), (TrainSettings(trunk=128, pool=0), "--pool is 0"),
+        (TrainSettings(trunk=128, epochs=0), "--epochs is 0"), (TrainSettings(trunk=128, batch=0), "--batch is 0"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=words):
             make_spec(traces, "card", settings)
@@ -238,7 +238,7 @@ def test_what_is_wrong_is_said(folder: Path, tmp_path: Path) -> None:
     spec = train_card(folder, tmp_path / "run", [0])
     with pytest.raises(UsageError, match="holds a run with other settings"):
         train(
-            traces, make_spec(traces, "card", TrainSettings(trunk=16)), [0], tmp_path / "run", 1, None, quiet
+            traces, make_spec(traces, "card", TrainSettings(trunk=256)), [0], tmp_path / "run", 1, None, quiet
         )
     with pytest.raises(UsageError, match="--workers is 0"):
         train(traces, spec, [0], tmp_path / "run", 0, None, quiet)

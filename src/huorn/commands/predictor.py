@@ -167,3 +167,7 @@ def verify(folder: Path) -> None:
         found.other_environment
         or f"the scores of all {found.gate.sets} input sets are equal here, to the bit"
     )
+    if found.gate.native_bound_used is not None:
+        print(
+            f"the native int8 scorer uses {100 * found.gate.native_bound_used:.0f} % of the error that rounding allows"
+        )

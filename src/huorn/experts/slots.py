@@ -38,7 +38,9 @@ class Slots:
         self._store = store
         self._memory = HugePages(count * store.slot_bytes).take(count * store.slot_bytes)
         self.table = torch.zeros(config.num_hidden_layers, config.num_experts, 6, dtype=torch.int64)
-        self._rows = self.table.view(-1, 6).numpy()  # of the same memory: a row is written in 3 us instead of 100
+        self._rows = self.table.view(
+            -1, 6
+        ).numpy()  # of the same memory: a row is written in 3 us instead of 100
         self._place: dict[int, int] = {}  # key -> slot
         self._states = [SlotState.EMPTY] * count
         self._free = list(range(count - 1, -1, -1))

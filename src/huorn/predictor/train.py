@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from huorn.errors import UsageError, reason
+from huorn.predictor.bank_files.int8_bank import GROUP
 from huorn.predictor.base_model import recorded_embedding, recorded_model
 from huorn.predictor.profiles import make_contract, token_table
 from huorn.predictor.run_folder import (
@@ -80,6 +81,10 @@ def make_spec(
     ):
         if value < 1:
             raise UsageError(f"{name} is {value}, but it must be 1 or more")
+    if settings.trunk % GROUP:
+        raise UsageError(
+            f"--trunk is {settings.trunk}, but it must be a multiple of {GROUP}: so many inputs share a scale in int8"
+        )
     if settings.pool is not None and settings.pool < 1:
         raise UsageError(f"--pool is {settings.pool}, but it must be 1 or more prompts")
     if text_tokens is not None and not 1 <= text_tokens <= base.vocab_size:

@@ -73,7 +73,7 @@ def _write(bank: Bank, evaluation: Evaluation, folder: Path, notice: str) -> Gat
         "environment": {"torch": torch.__version__, "python": platform.python_version(), "cpu": cpu_model()},
         "gate": {
             "tensors_equal": gate.tensors, "int8_buffers_equal": gate.int8_buffers, "fixture_sets": gate.sets,
-            "largest_int8_score_difference": gate.int8_score_difference,
+            "largest_int8_score_difference": gate.int8_score_difference, "native_bound_used": gate.native_bound_used,
         },
         "sources": bank.config.provenance.model_dump(include={"traces", "run"}),
     }  # fmt: skip

@@ -17,6 +17,7 @@ from huorn.predictor.bank_files.int8_bank import score
 from huorn.predictor.bank_files.reference_scorer import Bank
 from huorn.predictor.release.fixture import FIXTURE, expected, fixture_features, fixture_sets
 from huorn.predictor.release.manifest import sha256_tensor
+from huorn.predictor.release.native_check import check_native
 
 # Of int8 recall against BF16, in points.
 MOST_LOST_POINTS = 0.3
@@ -25,7 +26,8 @@ MOST_LOST_POINTS = 0.3
 @dataclass(frozen=True)
 class GateResult:
     """What was compared. `same_scores` is False where all bytes are right and only scores differ: another environment. Largest
-    difference of int8 scores, and of native ones, from the BF16 scorer's, over the fixture."""
+    difference of BF16 scores from the fixture's, and of int8 ones; the largest share of its error bound that a number of the
+    native scorer used, None for a bank without hidden states, which the engine does not run."""
 
     tensors: int
     int8_buffers: int
@@ -33,6 +35,7 @@ class GateResult:
     same_scores: bool
     largest_score_difference: float
     int8_score_difference: float
+    native_bound_used: float | None
 
 
 def check_bank(folder: Path, int8_digests: Mapping[str, str]) -> tuple[Bank, GateResult]:
@@ -49,7 +52,7 @@ def check_bank(folder: Path, int8_digests: Mapping[str, str]) -> tuple[Bank, Gat
                 f"{folder}: the int8 buffer {name} made here is not that of the release: another version of to_int8"
             )
     worst = int8_worst = 0.0
-    same = True
+    same, native = True, None
     try:
         sets = fixture_sets(load_file(folder / FIXTURE))
     except KeyError as error:
@@ -62,7 +65,9 @@ def check_bank(folder: Path, int8_digests: Mapping[str, str]) -> tuple[Bank, Gat
         x, base = fixture_features(bank, raw)
         int8_scores, _ = score(coded, x, base)
         int8_worst = max(int8_worst, float((int8_scores - want["expected_scores"]).abs().max()))
-    return bank, GateResult(len(bank.tensors), len(coded), len(sets), same, worst, int8_worst)
+        if bank.config.base_model.hidden_size:
+            native = max(native or 0.0, check_native(coded, x, base))
+    return bank, GateResult(len(bank.tensors), len(coded), len(sets), same, worst, int8_worst, native)
 
 
 def compare_with_source(folder: Path, source: Bank) -> None:
