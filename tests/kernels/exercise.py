@@ -77,6 +77,40 @@ class Exercise:
                 )
                 assert torch.isfinite(y).all()
 
+    def score_heads(self) -> None:
+        """Banks whose features, hidden size, experts and rows end anywhere."""
+        for heads, features, width, hidden, experts, groups in (
+            (1, 1, 128, 1, 1, 1),
+            (3, 301, 128, 200, 24, 3),
+            (2, 640, 256, 130, 65, 2),
+        ):
+            padded, hidden_padded = -(-features // 128) * 128, -(-hidden // 128) * 128
+            parts = []
+            for rows, cols in ((width, padded), (groups * experts + hidden, width), (experts, hidden_padded)):
+                codes = torch.randint(-127, 128, (heads, rows, cols), dtype=torch.int8)
+                scale, bias = torch.rand(heads, rows, cols // 128) / cols, torch.randn(heads, rows)
+                places = [self.keep(tensor) for tensor in (codes, scale, bias)]
+                parts.append(
+                    self.native.GroupedCodes(
+                        codes=places[0], scale=places[1], bias=places[2], rows=rows, cols=cols
+                    )
+                )
+            bank = self.native.PredictorBank(
+                w_in=parts[0], w_out=parts[1], w_router=parts[2], a=self.vector(heads, groups), b=self.vector(heads, groups),
+                hidden=hidden, experts=experts, groups=groups,
+            )  # fmt: skip
+            x, base = torch.randn(heads, features).bfloat16(), torch.randn(heads, hidden).bfloat16()
+            for first, count in ((0, heads), (heads - 1, 1)):
+                scores, p = torch.full((2, count, groups, experts), torch.nan)
+                xs, bases = x[first:].clone(), base[first:].clone()
+                work = torch.empty(count * (width + groups * experts + hidden_padded))
+                self.runtime.score_heads(
+                    bank, first, count, xs.data_ptr(), features, bases.data_ptr(),
+                    work.data_ptr(), scores.data_ptr(), p.data_ptr(),
+                )  # fmt: skip
+                assert torch.isfinite(scores).all()
+                assert torch.isfinite(p).all()
+
     def coded_rows(self) -> None:
         for rows, cols in ((1, 1), (33, 1), (97, 200), (64, 130), (130, 257), (256, 512)):
             weight = torch.randn(rows, cols).bfloat16()
@@ -271,6 +305,7 @@ def main(folder: str, isas: list[str]) -> None:
     for isa in isas or native.isas():
         exercise = Exercise(native, isa)
         exercise.coded_rows()
+        exercise.score_heads()
         for kind in (F8, BF16, F32):
             exercise.linear(kind)
             exercise.delta_net(kind)

@@ -240,6 +240,8 @@ def draw_curves(run: Path, layers: Sequence[int]) -> bool:
             epochs, [float(line["train_loss"]) for line in lines], color=color, linestyle=":", linewidth=0.8
         )
         right.plot(epochs, [float(line["recall_8"]) for line in lines], color=color, label=f"layer {layer}")
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     left.set(xlabel="epoch", ylabel="loss: validation, dotted: training")
     right.set(xlabel="epoch", ylabel="recall@8, validation")
     right.legend(fontsize=7, ncols=2)
