@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 from huorn import __version__
 from huorn import cli_options as opt
 from huorn.cli_predictor import predictor_app
-from huorn.cli_trace import trace_app
+from huorn.cli_trace import replay, trace_app
 from huorn.errors import HuornError, one_line, reason
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(trace_app, name="trace")
 app.add_typer(predictor_app, name="predictor")
+app.command()(replay)
 
 
 def _print_version(wanted: bool) -> None:

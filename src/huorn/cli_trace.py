@@ -77,3 +77,42 @@ def trace_import(
     from huorn.commands.trace_record import import_trace
 
     import_trace(csv, out)
+
+
+def replay(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACES|ROUTE.csv", help="A recorded trace, or a route_trace v1 file.")
+    ],
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE,...", help="Sizes of the cache; for files that say how large an expert is."
+        ),
+    ] = None,
+    slots: Annotated[
+        str | None, typer.Option(metavar="SHARE,...", help="Or shares of all experts, such as 0.125,0.25.")
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Cache policies; belady knows the future; forecast (both), forecast-retention, forecast-prefetch ask a bank.",
+        ),
+    ] = "lfu,layer-lfu,lru,layer-lru,belady",
+    split: Annotated[str, typer.Option(metavar="SPLIT,...", help="Of a recorded trace.")] = "test",
+    prompts: Annotated[int | None, typer.Option(help="Only the first N prompts of each split.")] = None,
+    bank: Annotated[Path | None, typer.Option(metavar="BANK", help="Default: the embedded model's.")] = None,
+    prefetch: Annotated[int, typer.Option(help="Copies ahead per layer and token at most.")] = 3,
+    threshold: Annotated[
+        float, typer.Option(help="Of the probability from which a copy starts ahead.")
+    ] = 0.15,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw hit rates by size.")] = None,
+    json: opt.Json = None,
+) -> None:
+    """Replay recorded routing on cache policies: hits, misses and loads, counted as the engine's cache counts them."""
+    from huorn.commands.replay import replay as command
+    from huorn.trace.forecast_replay import ForecastUse
+
+    command(
+        trace, memory, slots, policy, split, prompts, bank, ForecastUse(True, prefetch, threshold), plot, json
+    )

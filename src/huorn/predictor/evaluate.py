@@ -56,7 +56,7 @@ def evaluate(
     """Scores every head on the validation and the test split. `full` are F32 weights of the heads; without them f32 means the
     BF16 weights with F32 arithmetic. Raises TraceError; UsageError when the traces are of a model of other shapes, or of other
     weights and not `force`."""
-    forced = _check(bank, traces, force)
+    forced = check_traces(bank, traces, force)
     config = bank.config
     layers = list(config.heads.layers)
     full_windows = [layer for layer in layers if layer >= PREVIOUS_WINDOW]
@@ -97,8 +97,9 @@ def evaluate(
     return found
 
 
-def _check(bank: Bank, traces: Traces, force: bool) -> str | None:
-    """What to say where the traces are of another model than the bank's and this was forced."""
+def check_traces(bank: Bank, traces: Traces, force: bool) -> str | None:
+    """What to say where the traces are of another model than the bank's and this was forced. UsageError when they are and it was
+    not, or they do not hold what the bank reads."""
     base, model = bank.config.base_model, traces.manifest.model
     if (
         model.layers != base.num_layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from huorn.errors import UsageError, reason
@@ -52,6 +52,30 @@ def plot_layers(
             axes.spines[side].set_visible(False)
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
         figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UsageError(f"--plot {path} can not be written: {reason(error)}") from error
+    finally:
+        plt.close(figure)
+
+
+def plot_replay(
+    path: Path, title: str, shares: Sequence[float], curves: Mapping[str, Sequence[float]]
+) -> None:
+    """Draws hit rates in percent by the share of all experts that has room, a line per policy. UsageError as plot_layers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    try:
+        for name, values in curves.items():
+            style = "k:" if name == "belady" else "-"
+            label = "optimum, knows the future" if name == "belady" else name
+            axes.plot([100 * share for share in shares], values, style, marker=".", label=label)
+        axes.set(title=title, xlabel="% of all experts in slots", ylabel="hits in decode, %", ylim=(0, 100))
+        axes.legend(fontsize=8)
+        figure.savefig(path, dpi=110)
     except OSError as error:
         raise UsageError(f"--plot {path} can not be written: {reason(error)}") from error
     finally:

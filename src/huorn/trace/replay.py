@@ -36,11 +36,22 @@ class Count:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Of all calls, and of decode alone; bytes that misses loaded."""
+    """Of all calls, and of decode alone; bytes that were loaded; how many loads were copies ahead, not for a miss."""
 
     all: Count
     decode: Count
     loaded_bytes: int
+    prefetched: int = 0
+
+    @property
+    def misses(self) -> int:
+        """Lookups that had to wait for a load."""
+        return self.all.lookups - self.all.hits
+
+    @property
+    def loads(self) -> int:
+        """Of misses and ahead."""
+        return self.misses + self.prefetched
 
 
 def replay(trace: RouteTrace, policy: Policy, capacity_bytes: int) -> Replayed:

@@ -1,0 +1,74 @@
+"""A cache policy that keeps what forecasts say will be used; where there are none, what was used often."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from huorn.experts.policy import HALF_LIFE, GlobalPolicy
+from huorn.experts.worth import Frequency, Worth
+
+# What a probability of use within 1, 4 and 16 tokens is worth: before the layer has run for the token that the forecast is about,
+# and after it, when only later uses count. Of a dozen tried on 8,000 test rows of seedling; within 1 point of each other.
+BEFORE = (0.5, 0.4, 0.1)
+AFTER = (0.1, 0.2, 0.1)
+# Beside them, of two that are forecast alike the one used more often is kept.
+FREQUENCY = 0.02
+
+Forecast = NDArray[np.float32]  # [layers, 3, experts], within 1, 4, 16 tokens; NaN in layers without a head
+
+
+class Foresight:
+    """Worth by forecast; a Valuation. Between two tokens `foresee` says what is known of the next one."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self._frequency = Frequency(layers, experts, HALF_LIFE)
+        # A use per token keeps the count at 1 / (1 - 2^(-1 / half-life)): times this it is the share of tokens with a use.
+        self._share = -np.expm1(-np.log(2) / HALF_LIFE)
+        self.worth: Worth = np.zeros((layers, experts))
+        self._after: Worth | None = None
+
+    def foresee(self, forecast: Forecast | None) -> None:
+        """What the next token will use; None where nothing is known, as at the start of a prompt."""
+        counts = self._frequency.worth
+        known = counts * self._share * sum(AFTER)
+        self._after = known.copy()
+        self.worth[:] = counts * self._share * sum(BEFORE)
+        if forecast is not None:
+            there = ~np.isnan(forecast[:, 0, 0])
+            said = forecast[there].astype(np.float64)
+            self.worth[there] = np.einsum("g,lge->le", BEFORE, said) + FREQUENCY * counts[there]
+            self._after[there] = np.einsum("g,lge->le", AFTER, said)
+
+    def use(self, layer: int, ids: NDArray[np.int32]) -> None:
+        """See Valuation: the layer has run, so only later uses count."""
+        self._frequency.use(layer, ids)
+        counts = self._frequency.worth[layer]
+        if self._after is None:
+            self.worth[layer] = counts * self._share * sum(AFTER)
+        else:
+            self.worth[layer] = self._after[layer] + FREQUENCY * counts
+
+    def start_from(self, worth: Worth) -> None:
+        """See Valuation."""
+        self._frequency.start_from(worth)
+        self.foresee(None)
+
+
+class ForecastPolicy(GlobalPolicy):
+    """The resident whose use is least to be expected goes."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self._foresight = Foresight(layers, experts)
+        super().__init__("forecast", self._foresight)
+
+    def foresee(self, forecast: Forecast | None) -> None:
+        """See Foresight.foresee."""
+        self._foresight.foresee(forecast)
+        self._kept = np.where(self._resident, self._foresight.worth, inf)
+
+    def worth(self, key: int) -> float:
+        """Of an expert, resident or not."""
+        return float(self._foresight.worth[divmod(key, self._experts)])
