@@ -82,14 +82,21 @@ static inline GroupedRows grouped_rows(const GroupedCodes& m, int first, int uni
 static void grouped_product(Worker& worker, const GroupedCodes& m, const GroupedRows& at, const float* x, const GroupedRows& coming,
                             float* out) {
   size_t cols = static_cast<size_t>(m.cols), blocks = cols / kBlock;
-  for (int r = 0; r < at.rows; r += 2) {
-    size_t to = static_cast<size_t>(r), then = static_cast<size_t>(r + 2 <= coming.rows ? r : 0);
+  // Short rows four at a time: with one block each, a row's sum across lanes takes as long as its products.
+  int together = m.cols <= 2 * kBlock ? 4 : 2;
+  for (int r = 0; r < at.rows; r += together) {
+    size_t to = static_cast<size_t>(r), then = static_cast<size_t>(r + together <= coming.rows ? r : 0);
     const int8_t *codes = at.codes + to * cols, *next = coming.codes + then * cols;
     const float *scale = at.scale + to * blocks, *next_scale = coming.scale + then * blocks;
-    if (r + 1 < at.rows) {
-      grouped_dots<2>(codes, scale, x, m.cols, next, next_scale, out + r);
-    } else {
-      grouped_dots<1>(codes, scale, x, m.cols, next, next_scale, out + r);
+    int left = smaller(together, at.rows - r);
+    if (left == 4) {
+      grouped_dots<4>(codes, scale, x, m.cols, next, next_scale, out + r);
+      continue;
+    }
+    if (left >= 2) grouped_dots<2>(codes, scale, x, m.cols, next, next_scale, out + r);
+    if (left % 2 != 0) {
+      size_t last = static_cast<size_t>(left - 1);
+      grouped_dots<1>(codes + last * cols, scale + last * blocks, x, m.cols, next, next_scale, out + r + left - 1);
     }
   }
   for (int r = 0; r < at.rows; ++r) out[r] += at.bias[r];
