@@ -173,3 +173,10 @@ def test_bad_use(traces: Path, run: Path, tmp_path: Path, call: Caller) -> None:
     assert_one_sentence(call(*train, cut), "layer-03.bin", "cut short")
     path.unlink()
     assert_one_sentence(call(*train, cut), "layer-03.bin", "missing")
+
+
+def test_verify_without_a_folder_is_about_the_embedded_bank(call: Caller) -> None:
+    done = call("predictor", "verify")
+    assert done.code == 0, done.stderr
+    assert "all 12 files are as released; 8 heads for seedling" in done.stdout
+    assert "the native int8 scorer uses" in done.stdout
