@@ -10,7 +10,6 @@ from torch import Tensor
 
 from huorn.predictor.bank_files.reference_scorer import multi_hot
 from huorn.predictor.dataset import HeadRows
-from huorn.predictor.head import fit_router
 
 # Rows of a token id that weigh as much as what all tokens do.
 _PRIOR_ROWS = 4.0
@@ -25,8 +24,9 @@ EQUAL_LEAD = ("repeat", "ema", "popularity", "count_table")
 LESS_LEAD = ("next_layer_gate",)
 
 
-def baselines(train: HeadRows, rows: HeadRows) -> dict[str, Baseline]:
-    """The baselines for `rows`, those that what was recorded allows."""
+def baselines(train: HeadRows, rows: HeadRows, router: tuple[Tensor, Tensor]) -> dict[str, Baseline]:
+    """The baselines for `rows`, those that what was recorded allows. `router` is the fit of the layer's router, weight [E, D] and
+    bias [E]."""
     usable = train.usable
     next_hot = multi_hot(train.routed_next(usable), train.experts)
     popularity = next_hot.mean(0)
@@ -38,10 +38,7 @@ def baselines(train: HeadRows, rows: HeadRows) -> dict[str, Baseline]:
     if int(train.next_token.max()) >= 0:
         found["count_table"] = _count_table(train.next_token[usable], next_hot, popularity, rows)
     if rows.hidden.shape[2] and rows.logits.shape[2] and len(rows.hidden_layers) == 2:
-        router = fit_router(train.hidden[:, -1], train.logits[:, -1])
-        found["next_layer_gate"] = lambda at: F.linear(
-            rows.hidden[at + 1, 0].float(), router.weight, router.bias
-        )
+        found["next_layer_gate"] = lambda at: F.linear(rows.hidden[at + 1, 0].float(), *router)
     return found
 
 

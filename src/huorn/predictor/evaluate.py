@@ -61,26 +61,26 @@ def evaluate(
     layers = list(config.heads.layers)
     full_windows = [layer for layer in layers if layer >= PREVIOUS_WINDOW]
     found = Evaluation(config.features.profile, layers, full_windows, forced)
-    weights = {"f32": full or _floats(bank.tensors), "bf16": bank.tensors, "int8": _from_int8(bank)}
+    weights: dict[str, Mapping[str, Tensor]] = {
+        "f32": full or _floats(bank.tensors), "bf16": bank.tensors, "int8": _from_int8(bank)
+    }  # fmt: skip
     positions: dict[str, dict[str, list[Tensor]]] = {split: {} for split in SPLITS}
     for number, layer in enumerate(layers):
         train = load_rows(traces, layer, "train", config.features.ema_beta)
+        router = weights["f32"]["w_router"][number], weights["f32"]["b_router"][number]
         for split in SPLITS:
             rows = load_rows(traces, layer, split, config.features.ema_beta)
-            usable, routed = rows.usable, rows.routed_next(rows.usable)
-            found.rows[split] = len(usable)
-            for name, forecast in baselines(train, rows).items():
-                hits = torch.cat([hits_at(forecast(at), rows.routed_next(at)) for at in usable.split(_ROWS)])
-                _put(found.baselines.setdefault(name, {}).setdefault(split, {}), layer, hits)
-            for precision in PRECISIONS:
-                hits = _hits(bank, weights[precision], precision, number, rows, routed)
+            found.rows[split] = len(rows.usable)
+            for name, forecast in baselines(train, rows, router).items():
+                parts = [hits_at(forecast(at), rows.routed_next(at)) for at in rows.usable.split(_ROWS)]
+                _put(found.baselines.setdefault(name, {}).setdefault(split, {}), layer, torch.cat(parts))
+            zeroed = config.features.blocks if split == "validation" else ()
+            by_precision, by_block = _hits(bank, weights, number, rows, zeroed)
+            for precision, hits in by_precision.items():
                 _put(found.recall.setdefault(precision, {}).setdefault(split, {}), layer, hits)
-                if precision == "bf16":
-                    _by_position(positions[split], rows.step[usable], hits)
-            if split == "validation":
-                for block in config.features.blocks:
-                    hits = _hits(bank, weights["bf16"], "bf16", number, rows, routed, block)
-                    _put(found.without.setdefault(block, {}), layer, hits)
+            _by_position(positions[split], rows.step[rows.usable], by_precision["bf16"])
+            for block, hits in by_block.items():
+                _put(found.without.setdefault(block, {}), layer, hits)
         report(number + 1, len(layers))
     for split in SPLITS:
         found.by_position[split] = {
@@ -164,27 +164,33 @@ def head_scores(
 
 def _hits(
     bank: Bank,
-    weights: Mapping[str, Tensor],
-    precision: str,
+    weights: Mapping[str, Mapping[str, Tensor]],
     head: int,
     rows: HeadRows,
-    routed: Tensor,
-    zeroed: Block | None = None,
-) -> Tensor:
-    """hits_at of the next token's group."""
-    features, layers = bank.config.features, [rows.layer]
-    parts = []
-    for at, wanted in zip(rows.usable.split(_ROWS), routed.split(_ROWS), strict=True):
-        seen = rows.rows(at)
-        x = assemble(features, layers, seen, bank.tensors["token_table"])[:, 0]
-        if zeroed is not None:
-            widths = [features.block_width(block, bank.config.base_model) for block in features.blocks]
-            x.split(widths, 1)[features.blocks.index(zeroed)].zero_()
-        z = head_scores(
-            weights, precision, head, x, base_hidden(layers, seen)[:, 0], len(bank.config.heads.horizons)
-        )
-        parts.append(hits_at(z[:, 0], wanted))
-    return torch.cat(parts)
+    zeroed: Sequence[Block],
+) -> tuple[dict[str, Tensor], dict[Block, Tensor]]:
+    """hits_at of the next token's group by precision, and in BF16 with the inputs of each block of `zeroed` at 0."""
+    features, groups = bank.config.features, len(bank.config.heads.horizons)
+    widths = [features.block_width(block, bank.config.base_model) for block in features.blocks]
+    by_precision: dict[str, list[Tensor]] = {precision: [] for precision in PRECISIONS}
+    by_block: dict[Block, list[Tensor]] = {block: [] for block in zeroed}
+    for at in rows.usable.split(_ROWS):
+        seen, routed = rows.rows(at), rows.routed_next(at)
+        x = assemble(features, [rows.layer], seen, bank.tensors["token_table"])[:, 0]
+        base = base_hidden([rows.layer], seen)[:, 0]
+        for precision, parts in by_precision.items():
+            z = head_scores(weights[precision], precision, head, x, base, groups)
+            parts.append(hits_at(z[:, 0], routed))
+        for block, parts in by_block.items():
+            part = x.split(widths, 1)[features.blocks.index(block)]
+            kept = part.clone()
+            part.zero_()
+            parts.append(hits_at(head_scores(weights["bf16"], "bf16", head, x, base, groups)[:, 0], routed))
+            part.copy_(kept)
+    return (
+        {precision: torch.cat(parts) for precision, parts in by_precision.items()},
+        {block: torch.cat(parts) for block, parts in by_block.items()},
+    )
 
 
 def _put(table: ByLayer, layer: int, hits: Tensor) -> None:
