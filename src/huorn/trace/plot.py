@@ -71,7 +71,7 @@ def plot_replay(
     try:
         for name, values in curves.items():
             style = "k:" if name == "belady" else "-"
-            label = "optimum, knows the future" if name == "belady" else name
+            label = "optimum without prefetch (belady)" if name == "belady" else name
             axes.plot([100 * share for share in shares], values, style, marker=".", label=label)
         axes.set(title=title, xlabel="% of all experts in slots", ylabel="hits in decode, %", ylim=(0, 100))
         axes.legend(fontsize=8)
