@@ -104,7 +104,8 @@ def test_bad_use(traces: Path, tmp_path: Path, call: Caller) -> None:
         ((traces, "--slots", "0.2", "--prompts", "0"), "--prompts is 0"),
         ((traces, "--slots", "0.2", "--prefetch", "-1"), "--prefetch"),
         ((traces, "--slots", "0.2", "--threshold", "nan"), "--threshold"),
-        ((traces, "--slots", "0.0005", "--policy", "lru"), "no room"), ((tmp_path / "x", "--slots", "0.2"), "can not be replayed"),
+        ((traces, "--slots", "0.0005", "--policy", "lru"), "no room"),
+        ((tmp_path / "x", "--slots", "0.2"), "can not be replayed"),
         ((tmp_path, "--slots", "0.2"), "is not a trace"), ((traces, "--slots", "0.2", "--bank", tmp_path), str(tmp_path)),
     ):  # fmt: skip
         policy = () if "--policy" in arguments or "--bank" not in arguments else ("--policy", "forecast")

@@ -226,6 +226,11 @@ def test_what_is_wrong_is_said(folder: Path, tmp_path: Path) -> None:
     for settings, words in (
         (TrainSettings(trunk=0), "--trunk is 0"), (TrainSettings(trunk=128, pool=0), "--pool is 0"),
         (TrainSettings(trunk=128, epochs=0), "--epochs is 0"), (TrainSettings(trunk=128, batch=0), "--batch is 0"),
+        (TrainSettings(trunk=100), "--trunk is 100"), (TrainSettings(trunk=128 * 10**9), "--trunk is 128000000000"),
+        (TrainSettings(trunk=128, learning_rate=float("nan")), "--learning-rate is nan"),
+        (TrainSettings(trunk=128, learning_rate=-1.0), "--learning-rate is -1"),
+        (TrainSettings(trunk=128, seed=-1), "--seed is -1"),
+        (TrainSettings(trunk=128, seed=10**20), "--seed is 1"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=words):
             make_spec(traces, "card", settings)
@@ -235,6 +240,9 @@ def test_what_is_wrong_is_said(folder: Path, tmp_path: Path) -> None:
         UsageError, match=r"fingerprint abab.*, the embedded model has [0-9a-f]{64}: give --model DIR"
     ):
         train(traces, make_spec(traces, "huorn", SETTINGS), [0], tmp_path / "huorn", 1, None, quiet)
+    assert not (tmp_path / "huorn").exists()
+    with pytest.raises(UsageError, match="--uncaptured 9 leaves"):
+        parse_layers("9", 7, "--uncaptured")
     spec = train_card(folder, tmp_path / "run", [0])
     with pytest.raises(UsageError, match="holds a run with other settings"):
         train(

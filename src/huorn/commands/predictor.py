@@ -10,6 +10,7 @@ from rich.table import Table
 
 from huorn.commands.output import check_json_path, note, write_json
 from huorn.commands.progress import step_progress
+from huorn.commands.trace_record import counted
 from huorn.errors import UsageError
 from huorn.machine.facts import allowed_cores
 from huorn.predictor.bank import bank_from_run, open_bank
@@ -43,7 +44,7 @@ def train(
     traces = Traces.open(traces_folder)
     count = traces.manifest.model.layers
     wanted = list(range(count)) if layers is None else parse_layers(layers, count)
-    zeros = tuple(parse_layers(uncaptured, count)) if uncaptured else ()
+    zeros = tuple(parse_layers(uncaptured, count, "--uncaptured")) if uncaptured else ()
     spec = make_spec(traces, profile, settings, without, zeros, text_tokens)
     done: dict[int, tuple[int, int]] = {}
     with step_progress(f"training {len(wanted)} heads") as progress:
@@ -55,7 +56,7 @@ def train(
 
         drawn = fit(traces, spec, wanted, out, workers or allowed_cores(), model, report)
     remember_traces(out, traces_folder)
-    print(f"{out}: heads of {len(wanted)} layers are trained; {RUN} says how")
+    print(f"{out}: {counted(len(wanted), 'head')} trained; {RUN} says how")
     if not drawn:
         note("curves.png was not drawn: that needs matplotlib, which the extra 'train' brings")
 

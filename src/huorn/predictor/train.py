@@ -24,6 +24,7 @@ from huorn.predictor.bank_files.int8_bank import GROUP
 from huorn.predictor.base_model import recorded_embedding, recorded_model
 from huorn.predictor.profiles import make_contract, token_table
 from huorn.predictor.run_folder import (
+    RUN,
     TOKEN_TABLE,
     WEIGHTS,
     RunSpec,
@@ -38,21 +39,22 @@ from huorn.trace.layout import MANIFEST
 from huorn.trace.recording import Traces
 
 _POLL_S = 0.2
+MOST_TRUNK = 8192  # units; 100 MB a head in the 35B shape
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def parse_layers(text: str, layers: int) -> list[int]:
+def parse_layers(text: str, layers: int, option: str = "--layers") -> list[int]:
     """`6-39` or `0,3,6-8` -> ascending layer numbers. UsageError when they are no layers of a model that has `layers`."""
     found = set[int]()
     for part in text.split(","):
         ends = part.strip().split("-")
         if not 1 <= len(ends) <= 2 or not all(end.isascii() and end.isdigit() for end in ends):
             raise UsageError(
-                f"--layers {text} is not understood: give numbers and ranges, such as 6-39 or 0,3,6-8"
+                f"{option} {text} is not understood: give numbers and ranges, such as 6-39 or 0,3,6-8"
             )
         first, last = int(ends[0]), int(ends[-1])
         if first > last or last >= layers:
-            raise UsageError(f"--layers {text} leaves the layers of the traces, 0 to {layers - 1}")
+            raise UsageError(f"{option} {text} leaves the layers of the traces, 0 to {layers - 1}")
         found.update(range(first, last + 1))
     return sorted(found)
 
@@ -81,9 +83,14 @@ def make_spec(
     ):
         if value < 1:
             raise UsageError(f"{name} is {value}, but it must be 1 or more")
-    if settings.trunk % GROUP:
+    if not 0 < settings.learning_rate <= 1:  # NaN is not either
+        raise UsageError(f"--learning-rate is {settings.learning_rate}, but it must be above 0 and at most 1")
+    if not 0 <= settings.seed < 2**31:
+        raise UsageError(f"--seed is {settings.seed}, but it must be from 0 to {2**31 - 1}")
+    if settings.trunk % GROUP or settings.trunk > MOST_TRUNK:
         raise UsageError(
-            f"--trunk is {settings.trunk}, but it must be a multiple of {GROUP}: so many inputs share a scale in int8"
+            f"--trunk is {settings.trunk}, but it must be a multiple of {GROUP} up to {MOST_TRUNK:,}: so many inputs share a "
+            "scale in int8"
         )
     if settings.pool is not None and settings.pool < 1:
         raise UsageError(f"--pool is {settings.pool}, but it must be 1 or more prompts")
@@ -119,9 +126,16 @@ def train(
     """Trains what is not trained yet; whether curves could be drawn. Raises UsageError, TraceError, CheckpointError."""
     if workers < 1:
         raise UsageError(f"--workers is {workers}, but it must be 1 or more")
+    # Before the folder is begun: another model than the recorded one must leave nothing behind.
+    table = None if (run / RUN).exists() else _token_table(traces, spec, model)
     open_run(run, spec)
     with _locked(run):
-        table = _token_table(traces, spec, run, model)
+        path = run / TOKEN_TABLE
+        if path.exists():  # a run goes on with the table that it began with, without the model
+            table = read_tensors(path)[0]["token_table"]
+        else:
+            table = _token_table(traces, spec, model) if table is None else table
+            write_tensors(path, {"token_table": table})
         todo = [layer for layer in layers if not (head_folder(run, layer) / WEIGHTS).exists()]
         if workers == 1 or len(todo) == 1:
             with _one_thread():
@@ -145,15 +159,9 @@ def _locked(run: Path) -> Iterator[None]:
         os.close(fd)  # the lock goes with it
 
 
-def _token_table(traces: Traces, spec: RunSpec, run: Path, model: Path | None) -> Tensor:
-    """Made once: the run goes on with the table that it began with, without the model."""
-    path = run / TOKEN_TABLE
-    if path.exists():
-        return read_tensors(path)[0]["token_table"]
+def _token_table(traces: Traces, spec: RunSpec, model: Path | None) -> Tensor:
     embedded = spec.features.token_source == "embedding" and spec.features.token_width > 0
-    table = token_table(spec.features, recorded_embedding(model, traces.manifest) if embedded else ())
-    write_tensors(path, {"token_table": table})
-    return table
+    return token_table(spec.features, recorded_embedding(model, traces.manifest) if embedded else ())
 
 
 @contextmanager
