@@ -70,8 +70,11 @@ class HeadRows:
         return self.ids[at + 1, -1].long()
 
 
-def load_rows(traces: Traces, layer: int, split: Split, beta: float, pool: int | None = None) -> HeadRows:
-    """Reads the layers that the head of `layer` needs, of the first `pool` prompts of a split.
+def load_rows(
+    traces: Traces, layer: int, split: Split, beta: float, pool: int | None = None, routing_only: bool = False
+) -> HeadRows:
+    """Reads the layers that the head of `layer` needs, of the first `pool` prompts of a split; with `routing_only` the experts of
+    that layer and no states, which is a tenth of the bytes.
 
     Raises TraceError when no prompt of the split has two rows, or a value is NaN or infinite.
     """
@@ -80,8 +83,8 @@ def load_rows(traces: Traces, layer: int, split: Split, beta: float, pool: int |
         raise TraceError(
             f"{traces.folder} has no prompt of 2 or more rows in its {split} split: record more prompts"
         )
-    layers = list(range(max(0, layer - PREVIOUS_WINDOW), layer + 1))
-    hidden_layers = list(range(max(0, layer - 1), layer + 1))
+    layers = [layer] if routing_only else list(range(max(0, layer - PREVIOUS_WINDOW), layer + 1))
+    hidden_layers = [] if routing_only else list(range(max(0, layer - 1), layer + 1))
     reader = _Reader(traces, prompts)
     ids = reader.field(layers, "ids")
     counts = torch.tensor([prompt.count for prompt in prompts])
@@ -94,7 +97,8 @@ def load_rows(traces: Traces, layer: int, split: Split, beta: float, pool: int |
     experts = traces.manifest.model.experts
     return HeadRows(
         layer=layer, experts=experts, layers=layers, hidden_layers=hidden_layers,
-        hidden=reader.values(hidden_layers, "hidden"), logits=reader.values(layers, "logits"), ids=ids,
+        hidden=reader.values(hidden_layers, "hidden"), ids=ids,
+        logits=reader.values([] if routing_only else layers, "logits"),
         prior=_priors(ids[:, -1], counts, experts, beta), step=step, token=token, next_token=next_token,
         end=torch.repeat_interleave(counts.cumsum(0) - 1, counts),
     )  # fmt: skip
@@ -124,7 +128,7 @@ class _Reader:
 
     def values(self, layers: Sequence[int], name: Captured) -> Tensor:
         """f16 [N, S, n]; n is 0 where the traces do not have the field."""
-        if name not in self._traces.manifest.captured:
+        if name not in self._traces.manifest.captured or not layers:
             return torch.zeros(sum(len(rows) for _, rows in self._runs), len(layers), 0, dtype=torch.float16)
         values = self.field(layers, name)
         wrong = ~values.isfinite().all(2)

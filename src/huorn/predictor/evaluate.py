@@ -66,7 +66,7 @@ def evaluate(
     }  # fmt: skip
     positions: dict[str, dict[str, list[Tensor]]] = {split: {} for split in SPLITS}
     for number, layer in enumerate(layers):
-        train = load_rows(traces, layer, "train", config.features.ema_beta)
+        train = load_rows(traces, layer, "train", config.features.ema_beta, routing_only=True)
         router = weights["f32"]["w_router"][number], weights["f32"]["b_router"][number]
         for split in SPLITS:
             rows = load_rows(traces, layer, split, config.features.ema_beta)
