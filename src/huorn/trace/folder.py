@@ -41,16 +41,18 @@ class TraceFolder:
         """
         if not (self.folder / MANIFEST).exists():
             write_manifest(self.folder, self.manifest)
-        while self.manifest.recorded < len(self.manifest.prompts):
-            self._remove_leftovers()
-            writer = ChunkWriter(self.folder, len(self.manifest.chunks), self.manifest)
-            try:
-                found = self._write_chunk(writer, write_prompt, progress)
-                self._commit(writer, found)
-            finally:
-                with suppress(TraceError):  # of files that are removed below
-                    writer.close()
+        try:
+            while self.manifest.recorded < len(self.manifest.prompts):
                 self._remove_leftovers()
+                writer = ChunkWriter(self.folder, len(self.manifest.chunks), self.manifest)
+                try:
+                    found = self._write_chunk(writer, write_prompt, progress)
+                    self._commit(writer, found)
+                finally:
+                    with suppress(TraceError):  # of files that are removed below
+                        writer.close()
+        finally:
+            self._remove_leftovers()  # also of a writer that Ctrl-C met while it was made
 
     def check_room(self, rows: int) -> None:
         """Raises UsageError when the disk has no room for `rows` more rows."""
