@@ -172,3 +172,12 @@ def test_bench_limits(call: Caller, tiny_model: Path) -> None:
     assert_one_sentence(
         call(*bench, "--prompt-tokens", "100", "--context", "120"), "do not fit in a context of 120"
     )
+
+
+def test_sequences_do_not_break_the_promise(call: Caller) -> None:
+    assert_one_sentence(
+        call("bench", "decode", "--sequences", "2", "--memory", "400MB"), "--sequences", "--slots"
+    )
+    assert_one_sentence(
+        call("bench", "decode", "--sequences", "1000000000"), "--sequences 1000000000 need", "are free"
+    )

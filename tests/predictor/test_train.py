@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from huorn.errors import TraceError, UsageError
-from huorn.predictor.bank import bank_from_run
+from huorn.predictor.bank import bank_from_run, open_bank
 from huorn.predictor.evaluate import evaluate
+from huorn.predictor.release.export import release
+from huorn.predictor.release.verify import verify_bank
 from huorn.predictor.run_folder import STATE, WEIGHTS, RunSpec, TrainSettings, head_folder, read_tensors
 from huorn.predictor.train import make_spec, parse_layers, train
 from huorn.predictor.train_head import HeadTraining
@@ -211,7 +213,32 @@ def test_routing_alone(tmp_path: Path) -> None:
     bank, full = bank_from_run(tmp_path / "run")
     found = evaluate(bank, full, traces, quiet)
     assert set(found.baselines) == {"repeat", "ema", "popularity"}
+    release(bank, found, tmp_path / "bank", "")
+    assert verify_bank(tmp_path / "bank").gate.native_bound_used is None
     assert 0 < found.recall["int8"]["test"]["mean"]["8"] <= 1
+
+
+def test_routing_alone_on_traces_that_have_more(folder: Path, tmp_path: Path) -> None:
+    traces = Traces.open(folder)
+    train(traces, make_spec(traces, "routing", SETTINGS), [1], tmp_path / "run", 1, None, quiet)
+    bank, full = bank_from_run(tmp_path / "run")
+    release(bank, evaluate(bank, full, traces, quiet), tmp_path / "bank", "")
+    assert (
+        evaluate(open_bank(tmp_path / "bank"), None, traces, quiet).recall["int8"]["test"]["mean"]["12"]
+        == 1.0
+    )
+
+
+@pytest.mark.parametrize("what", ["ids", "token"])
+def test_experts_and_tokens_that_do_not_exist_are_named(what: str, tmp_path: Path) -> None:
+    made = make([10, 10, 10], splits_of(1, 1, 1))
+    if what == "ids":
+        made.ids[3, 4, 1] = 12
+    else:
+        made.token[4] = -1
+    traces = Traces.open(write(made, tmp_path / "t"))
+    with pytest.raises(TraceError, match=r"holds an expert that is none of 12|holds a token id below 0"):
+        train(traces, make_spec(traces, "card", SETTINGS), [3], tmp_path / "run", 1, None, quiet)
 
 
 def test_what_is_wrong_is_said(folder: Path, tmp_path: Path) -> None:

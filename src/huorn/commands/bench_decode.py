@@ -10,13 +10,25 @@ from huorn.bench.decode import DecodeBench, Request
 from huorn.bench.decode import bench_decode as measure
 from huorn.commands.model_choice import ModelChoice, context_cost, describe
 from huorn.commands.output import check_json_path, write_json
+from huorn.errors import UsageError
+from huorn.machine.limits import available_bytes
 from huorn.memory import format_bytes
 
 
 def bench_decode(choice: ModelChoice, request: Request, json_path: Path | None) -> None:
     """Measure and print medians with the range."""
     check_json_path(json_path)
+    if request.sequences > 1 and choice.residency.memory_bytes is not None:
+        raise UsageError(
+            "--sequences needs a state for each, and --memory is promised for one: give --slots instead"
+        )
     with closing(choice.open()) as session:
+        needed, free = request.sequences * sum(session.state_bytes()), available_bytes()
+        if needed > free:
+            raise UsageError(
+                f"--sequences {request.sequences} need {format_bytes(needed)} for their states and {format_bytes(free)} are "
+                "free: give fewer, or a smaller --context"
+            )
         result = measure(session, request)
     kernels = f"{session.backend} ({result.isa})" if result.isa else session.backend
     print(

@@ -115,7 +115,7 @@ def _show(found: Evaluation) -> None:
     means += [(f"steps from {label} (test)", row) for label, row in found.by_position["test"].items()]
     console.print(_table("means over all heads", "", means))
     name, best = best_baseline(found, EQUAL_LEAD, "test", 8)
-    gained = (test["mean"]["8"] - best) / (1 - best)
+    gained = (test["mean"]["8"] - best) / (1 - best) if best < 1 else 0.0
     print(
         f"recall@8 {test['mean']['8']:.4f} on {found.rows['test']:,} test rows: {100 * gained:.0f} % of the way from {name} "
         f"({best:.4f}), the best forecast of equal lead, to 1"

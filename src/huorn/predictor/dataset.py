@@ -71,10 +71,16 @@ class HeadRows:
 
 
 def load_rows(
-    traces: Traces, layer: int, split: Split, beta: float, pool: int | None = None, routing_only: bool = False
+    traces: Traces,
+    layer: int,
+    split: Split,
+    beta: float,
+    pool: int | None = None,
+    routing_only: bool = False,
+    states: bool = True,
 ) -> HeadRows:
     """Reads the layers that the head of `layer` needs, of the first `pool` prompts of a split; with `routing_only` the experts of
-    that layer and no states, which is a tenth of the bytes.
+    that layer and no states, which is a tenth of the bytes. Without `states` hidden has D = 0, for banks that read none.
 
     Raises TraceError when no prompt of the split has two rows, or a value is NaN or infinite.
     """
@@ -95,9 +101,17 @@ def load_rows(
         torch.from_numpy(rows[name].astype(np.int64)) for name in ("step", "id", "next_id")
     )
     experts = traces.manifest.model.experts
+    wrong = (ids < 0) | (ids >= experts)
+    if bool(wrong.any()) or (
+        "hidden" in traces.manifest.captured and bool(((token < 0) | (next_token < 0)).any())
+    ):
+        what = f"an expert that is none of {experts}" if bool(wrong.any()) else "a token id below 0"
+        raise TraceError(
+            f"{traces.folder} holds {what} in its {split} split: it is damaged; huorn trace show --verify names the file"
+        )
     return HeadRows(
         layer=layer, experts=experts, layers=layers, hidden_layers=hidden_layers,
-        hidden=reader.values(hidden_layers, "hidden"), ids=ids,
+        hidden=reader.values(hidden_layers, "hidden", states), ids=ids,
         logits=reader.values([] if routing_only else layers, "logits"),
         prior=_priors(ids[:, -1], counts, experts, beta), step=step, token=token, next_token=next_token,
         end=torch.repeat_interleave(counts.cumsum(0) - 1, counts),
@@ -126,9 +140,9 @@ class _Reader:
             ]
         )
 
-    def values(self, layers: Sequence[int], name: Captured) -> Tensor:
+    def values(self, layers: Sequence[int], name: Captured, wanted: bool = True) -> Tensor:
         """f16 [N, S, n]; n is 0 where the traces do not have the field."""
-        if name not in self._traces.manifest.captured or not layers:
+        if name not in self._traces.manifest.captured or not (layers and wanted):
             return torch.zeros(sum(len(rows) for _, rows in self._runs), len(layers), 0, dtype=torch.float16)
         values = self.field(layers, name)
         wrong = ~values.isfinite().all(2)

@@ -69,7 +69,9 @@ def evaluate(
         train = load_rows(traces, layer, "train", config.features.ema_beta, routing_only=True)
         router = weights["f32"]["w_router"][number], weights["f32"]["b_router"][number]
         for split in SPLITS:
-            rows = load_rows(traces, layer, split, config.features.ema_beta)
+            rows = load_rows(
+                traces, layer, split, config.features.ema_beta, states=config.base_model.hidden_size > 0
+            )
             found.rows[split] = len(rows.usable)
             for name, forecast in baselines(train, rows, router).items():
                 parts = [hits_at(forecast(at), rows.routed_next(at)) for at in rows.usable.split(_ROWS)]

@@ -21,7 +21,14 @@ def forecasts(
     """(layer, f16 [N, G, E]) for each head: how likely each expert is used within the next 1, 4, 16 tokens after each row of the
     first `prompts` prompts of a split. Raises TraceError."""
     for number, layer in enumerate(bank.config.heads.layers):
-        rows = load_rows(traces, layer, split, bank.config.features.ema_beta, prompts)
+        rows = load_rows(
+            traces,
+            layer,
+            split,
+            bank.config.features.ema_beta,
+            prompts,
+            states=bank.config.base_model.hidden_size > 0,
+        )
         one = Bank(
             bank.config,
             {

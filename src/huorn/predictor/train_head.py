@@ -53,8 +53,9 @@ class HeadTraining:
         """Loads the rows, fits the router, and starts from the seed. Raises TraceError."""
         self.spec, self.table, self.layer = spec, table, layer
         beta, pool = spec.features.ema_beta, spec.settings.pool
-        self.train = load_rows(traces, layer, "train", beta, pool)
-        self.validation = load_rows(traces, layer, "validation", beta)
+        states = spec.base_model.hidden_size > 0
+        self.train = load_rows(traces, layer, "train", beta, pool, states=states)
+        self.validation = load_rows(traces, layer, "validation", beta, states=states)
         torch.manual_seed(spec.settings.seed * 1_000_003 + layer)
         router = self._router()
         self.router_error = router.error

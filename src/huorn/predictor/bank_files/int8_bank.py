@@ -59,6 +59,8 @@ def grouped_linear(codes: Tensor, scale: Tensor, bias: Tensor, x: Tensor) -> Ten
     The matmul inside has to be one in F32, torch's default: not TF32.
     """
     rows, padded = codes.shape
+    if padded == 0:  # a bank without hidden states
+        return bias.bfloat16().expand(*x.shape[:-1], rows)
     x = pad(x.bfloat16().float(), (0, padded - x.shape[-1]))
     batch = x.reshape(-1, padded // GROUP, GROUP).transpose(0, 1)  # [groups, B, 128]
     weight = codes.float().view(rows, -1, GROUP).permute(1, 2, 0)  # [groups, 128, N]
