@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -174,6 +175,10 @@ def test_damage_behind_right_hashes_is_named(copy: Path, released: Released) -> 
         ({"heads": config["heads"] | {"layers": [3, 0]}}, "must ascend"),
         ({"heads": config["heads"] | {"trunk": "many"}}, "heads.trunk"),
         ({"more": 1}, "more"),
+        ({"base_model": config["base_model"] | {"experts_per_token": 10**6}}, "more than num_experts"),
+        ({"base_model": config["base_model"] | {"repo": "a\n## b"}}, "repo"),
+        ({"heads": config["heads"] | {"horizons": [1, 4, 10**9]}}, "must not pass"),
+        ({"features": config["features"] | {"uncaptured_logits": [99]}}, "uncaptured_logits"),
     ):
         (copy / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UsageError, match=words):
@@ -182,6 +187,17 @@ def test_damage_behind_right_hashes_is_named(copy: Path, released: Released) -> 
         (copy / "config.json").write_text(text)
         with pytest.raises(UsageError):
             open_bank(copy)
+
+
+def test_what_is_no_file_is_not_waited_for(copy: Path) -> None:
+    for name, look in ((MANIFEST, verify_bank), ("config.json", open_bank), ("model.safetensors", open_bank)):
+        whole = (copy / name).read_bytes()
+        (copy / name).unlink()
+        os.mkfifo(copy / name)
+        with pytest.raises(UsageError, match="regular file"):
+            look(copy)
+        (copy / name).unlink()
+        (copy / name).write_bytes(whole)
 
 
 def test_check_base_tells_a_fine_tune_by_both_hashes(released: Released) -> None:

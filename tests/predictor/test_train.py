@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,15 @@ from huorn.predictor.bank import bank_from_run, open_bank
 from huorn.predictor.evaluate import evaluate
 from huorn.predictor.release.export import release
 from huorn.predictor.release.verify import verify_bank
-from huorn.predictor.run_folder import STATE, WEIGHTS, RunSpec, TrainSettings, head_folder, read_tensors
+from huorn.predictor.run_folder import (
+    STATE,
+    WEIGHTS,
+    RunSpec,
+    TrainSettings,
+    head_folder,
+    read_tensors,
+    write_tensors,
+)
 from huorn.predictor.train import make_spec, parse_layers, train
 from huorn.predictor.train_head import HeadTraining
 from huorn.trace.recording import Traces
@@ -340,3 +350,50 @@ def test_steps_are_those_of_torchs_adam(folder: Path) -> None:
         adam.step()
     for name, value in training.head.named_parameters():
         torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_whose_files_were_changed_is_refused(folder: Path, tmp_path: Path) -> None:
+    train_card(folder, tmp_path / "run", [0, 6])
+    traces = Traces.open(folder)
+    spec = make_spec(traces, "card", SETTINGS)
+    number = 0
+
+    def refused(change: Callable[[Path], object], words: str, *, training: bool = True) -> None:
+        nonlocal number
+        number += 1
+        run = Path(shutil.copytree(tmp_path / "run", tmp_path / f"changed{number}"))
+        change(run)
+        with pytest.raises(UsageError, match=words):
+            bank_from_run(run)
+        if training:
+            with pytest.raises(UsageError, match=words):
+                train(traces, spec, [0, 6], run, 1, None, quiet)
+
+    def swap(run: Path) -> None:
+        (run / "head-00").rename(run / "x")
+        (run / "head-06").rename(run / "head-00")
+        (run / "x").rename(run / "head-06")
+
+    def flip(name: str) -> Callable[[Path], None]:
+        def change(run: Path) -> None:
+            data = bytearray((run / name).read_bytes())
+            data[-9] ^= 1
+            (run / name).write_bytes(data)
+
+        return change
+
+    refused(swap, "is of another run or layer")
+    refused(flip("head-00/head.safetensors"), "head.safetensors is damaged")
+    refused(flip("token_table.safetensors"), "token_table.safetensors is damaged")
+    refused(lambda run: (run / "head-06" / WEIGHTS).write_bytes(b""), "can not be read")
+    refused(lambda run: write_tensors(run / "token_table.safetensors", {}), "holds no token_table")
+    refused(lambda run: (run / "run.json").write_text("[" * 100_000), "run.json is damaged")
+    refused(lambda run: (run / "run.json").write_text("[]"), "run.json is damaged")
+
+    stray = Path(shutil.copytree(tmp_path / "run", tmp_path / "stray"))
+    shutil.copytree(stray / "head-06", stray / "head-99")
+    assert bank_from_run(stray)[0].config.heads.layers == (0, 6)
+    for content in (b"\xff\xfe", b"epoch\n1\n"):
+        (stray / "head-06" / "curve.csv").write_bytes(content)
+        with pytest.raises(UsageError, match=r"curve\.csv is damaged"):
+            train(traces, spec, [0, 6], stray, 1, None, quiet)

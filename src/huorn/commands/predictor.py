@@ -144,6 +144,9 @@ def release(
         )
     if out.exists():
         raise UsageError(f"{out} exists: name a new folder for the bank")
+    for option, text in (("--repo", repo or ""), ("--revision", revision)):
+        if not text.isprintable():
+            raise UsageError(f"{option} {text!r} must be printable text in one line: it stands in the card")
     base = spec.base_model.model_copy(update={"repo": repo or spec.base_model.repo, "revision": revision})
     bank, full = bank_from_run(run, base)
     with step_progress("scoring") as progress:

@@ -12,20 +12,21 @@ from torch import Tensor
 
 from huorn import __version__
 from huorn.errors import UsageError, reason
-from huorn.predictor.bank_files.bank_loader import CONFIG, load
+from huorn.predictor.bank_files.bank_loader import CONFIG, MODEL, load
 from huorn.predictor.bank_files.reference_scorer import Bank
 from huorn.predictor.bank_files.spec import SCHEMA, BankConfig, BaseModelShape, HeadShape, Provenance
 from huorn.predictor.run_folder import (
-    TOKEN_TABLE,
     WEIGHTS,
     RunSpec,
     head_folder,
     read_run,
     read_tensors,
+    read_token_table,
     trained_layers,
 )
 
 Heads = Mapping[str, Tensor]  # F32 tensors of all heads, stacked
+_OF_A_HEAD = {"w_in", "b_in", "w_out", "b_out", "w_router", "b_router", "a", "b"}
 
 
 def read_heads(run: Path, layers: Sequence[int], spec: RunSpec) -> Heads:
@@ -34,8 +35,14 @@ def read_heads(run: Path, layers: Sequence[int], spec: RunSpec) -> Heads:
     for layer in layers:
         path = head_folder(run, layer) / WEIGHTS
         tensors, metadata = read_tensors(path)
-        if metadata.get("run") != spec.digest:
-            raise UsageError(f"{path} is of another run than {run}: train it anew")
+        if metadata.get("run") != spec.digest or metadata.get("layer") != str(layer):
+            raise UsageError(
+                f"{path} is of another run or layer than its folder says: delete it and train it anew"
+            )
+        if tensors.keys() != _OF_A_HEAD or not all(
+            bool(tensor.isfinite().all()) for tensor in tensors.values()
+        ):
+            raise UsageError(f"{path} is damaged: delete it and train it anew")
         parts.append(tensors)
     return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
@@ -43,7 +50,8 @@ def read_heads(run: Path, layers: Sequence[int], spec: RunSpec) -> Heads:
 def bank_from_run(run: Path, base: BaseModelShape | None = None) -> tuple[Bank, Heads]:
     """The BF16 bank of all finished heads of a run, and their F32 tensors. `base` names repository and revision, where they are
     known. UsageError when the run is damaged or has no finished head."""
-    spec, layers = read_run(run), trained_layers(run)
+    spec = read_run(run)
+    layers = [layer for layer in trained_layers(run) if layer < spec.base_model.num_layers]
     if not layers:
         raise UsageError(f"{run} has no finished head: run huorn predictor train to its end")
     heads = read_heads(run, layers, spec)
@@ -65,12 +73,15 @@ def bank_from_run(run: Path, base: BaseModelShape | None = None) -> tuple[Bank, 
     )
     tensors = {name: heads[name].to(torch.bfloat16) for name in heads if name not in ("a", "b")}
     tensors |= {name: heads[name].float() for name in ("a", "b")}
-    tensors["token_table"] = read_tensors(run / TOKEN_TABLE)[0]["token_table"]
+    tensors["token_table"] = read_token_table(run)
     return Bank(config, tensors), heads
 
 
 def open_bank(folder: Path) -> Bank:
     """A released bank, read as data by huorn's own loader. UsageError when it is missing, damaged or of another schema."""
+    for name in (CONFIG, MODEL):
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise UsageError(f"{folder / name} is no regular file, so {folder} is no expert-predictor bank")
     try:
         return load(folder)[1]
     except (OSError, SafetensorError) as error:

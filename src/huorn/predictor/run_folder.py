@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -20,7 +21,7 @@ SCHEMA = "huorn predictor run v1"
 RUN, TOKEN_TABLE = "run.json", "token_table.safetensors"
 TRACES = "traces.json"  # where they were; not part of what a run is
 TRUNKS = {"large": 512, "small": 128}  # units; 6.3 and 2.0 MB a head in int8 in the 35B shape
-_METADATA = "huorn"
+_METADATA, _DIGEST = "huorn", "sha256"
 STATE, WEIGHTS = "state.safetensors", "head.safetensors"
 
 
@@ -119,8 +120,21 @@ def read_run(run: Path) -> RunSpec:
         return RunSpec.model_validate(value)
     except OSError as error:
         raise UsageError(f"{run} is no training run: {path} can not be read: {reason(error)}") from error
-    except (ValidationError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{path} is damaged: {where}: {first['msg']}") from error
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UsageError(f"{path} is damaged: it is no JSON object of a run") from error
+
+
+def read_token_table(run: Path) -> Tensor:
+    """BF16 [rows, width]. UsageError when it is missing or damaged."""
+    path = run / TOKEN_TABLE
+    tensors, _ = read_tensors(path)
+    if tensors.keys() != {"token_table"}:
+        raise UsageError(f"{path} is damaged: it holds no token_table; delete the run and train it anew")
+    return tensors["token_table"]
 
 
 def write_tensors(
@@ -130,7 +144,7 @@ def write_tensors(
 
     Metadata are one entry in JSON: the format keeps entries in no order, and equal content is to give equal files.
     """
-    entry = {_METADATA: json.dumps(dict(metadata or {}), sort_keys=True)}
+    entry = {_METADATA: json.dumps(dict(metadata or {}) | {_DIGEST: _digest(tensors)}, sort_keys=True)}
     data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=entry)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,6 +158,20 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-            return tensors, dict(json.loads((file.metadata() or {}).get(_METADATA, "{}")))
-    except (OSError, SafetensorError, ValueError) as error:
+            metadata = dict(json.loads((file.metadata() or {}).get(_METADATA, "{}")))
+    except (OSError, SafetensorError, ValueError, RecursionError, TypeError) as error:
         raise UsageError(f"{path} can not be read: {reason(error)}") from error
+    if metadata.pop(_DIGEST, None) != _digest(tensors):
+        raise UsageError(
+            f"{path} is damaged: its checksum is not the one it says; delete it and train it anew"
+        )
+    return tensors, metadata
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from huorn.errors import UsageError, reason
+from huorn.errors import UsageError
+from huorn.predictor.bank import read_heads
 from huorn.predictor.bank_files.int8_bank import GROUP
 from huorn.predictor.base_model import recorded_embedding, recorded_model
 from huorn.predictor.profiles import make_contract, token_table
@@ -31,7 +32,7 @@ from huorn.predictor.run_folder import (
     TrainSettings,
     head_folder,
     open_run,
-    read_tensors,
+    read_token_table,
     write_tensors,
 )
 from huorn.predictor.train_head import Report, train_head
@@ -132,11 +133,15 @@ def train(
     with _locked(run):
         path = run / TOKEN_TABLE
         if path.exists():  # a run goes on with the table that it began with, without the model
-            table = read_tensors(path)[0]["token_table"]
+            table = read_token_table(run)
         else:
             table = _token_table(traces, spec, model) if table is None else table
             write_tensors(path, {"token_table": table})
         todo = [layer for layer in layers if not (head_folder(run, layer) / WEIGHTS).exists()]
+        if len(todo) < len(layers):
+            read_heads(
+                run, [layer for layer in layers if layer not in todo], spec
+            )  # what is said to be trained must be
         if workers == 1 or len(todo) == 1:
             with _one_thread():
                 for layer in todo:
@@ -216,7 +221,7 @@ def _start_worker(queue: Any, parent: int) -> None:
 
 
 def _train_in_worker(folder: Path, spec: RunSpec, run: Path, layer: int) -> None:
-    table = read_tensors(run / TOKEN_TABLE)[0]["token_table"]
+    table = read_token_table(run)
 
     def report(layer: int, step: int, steps: int) -> None:
         if step % 10 == 0 or step == steps:
@@ -237,17 +242,19 @@ def draw_curves(run: Path, layers: Sequence[int]) -> bool:
         path = head_folder(run, layer) / "curve.csv"
         try:
             lines = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
-        except OSError as error:
-            raise UsageError(f"{path} can not be read: {reason(error)}") from error
-        epochs = [int(line["epoch"]) for line in lines]
+            epochs = [int(line["epoch"]) for line in lines]
+            curves = {
+                name: [float(line[name]) for line in lines]
+                for name in ("validation_loss", "train_loss", "recall_8")
+            }
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{path} is damaged or can not be read: delete {path.parent} and train it anew"
+            ) from error
         color = f"C{layer % 10}"
-        left.plot(
-            epochs, [float(line["validation_loss"]) for line in lines], color=color, label=f"layer {layer}"
-        )
-        left.plot(
-            epochs, [float(line["train_loss"]) for line in lines], color=color, linestyle=":", linewidth=0.8
-        )
-        right.plot(epochs, [float(line["recall_8"]) for line in lines], color=color, label=f"layer {layer}")
+        left.plot(epochs, curves["validation_loss"], color=color, label=f"layer {layer}")
+        left.plot(epochs, curves["train_loss"], color=color, linestyle=":", linewidth=0.8)
+        right.plot(epochs, curves["recall_8"], color=color, label=f"layer {layer}")
     for axes in (left, right):
         axes.xaxis.get_major_locator().set_params(integer=True)
     left.set(xlabel="epoch", ylabel="loss: validation, dotted: training")

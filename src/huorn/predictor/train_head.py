@@ -264,6 +264,11 @@ def train_head(traces: Traces, spec: RunSpec, table: Tensor, run: Path, layer: i
     writer.writerows(curve)
     folder.mkdir(parents=True, exist_ok=True)
     write_bytes_atomically(folder / "curve.csv", out.getvalue().encode())
-    metadata = {"run": spec.digest, "router_error": repr(training.router_error), "epochs": str(len(curve))}
+    metadata = {
+        "run": spec.digest,
+        "layer": str(layer),
+        "router_error": repr(training.router_error),
+        "epochs": str(len(curve)),
+    }
     write_tensors(folder / WEIGHTS, training.finish(), metadata)
     state.unlink(missing_ok=True)

@@ -11,6 +11,9 @@ Block = Literal["h", "win", "prior", "pos", "rl", "prevwin", "hd", "sticky", "to
 BLOCKS: tuple[Block, ...] = ("h", "win", "prior", "pos", "rl", "prevwin", "hd", "sticky", "tokens")
 WINDOW, PREVIOUS_WINDOW = 3, 5  # layers below that `win` and `rl`, and `prevwin`, look at
 
+PRINTABLE = r"^[^\x00-\x1f\x7f]*$"  # they stand in the card
+MOST_HORIZON = 4096  # tokens
+
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
 
@@ -22,8 +25,8 @@ class _Strict(BaseModel):
 class BaseModelShape(_Strict):
     """The model whose routing the bank forecasts. `fingerprint` is sha256 of its config, router weights and embedding."""
 
-    repo: str
-    revision: str
+    repo: Annotated[str, Field(pattern=PRINTABLE)]
+    revision: Annotated[str, Field(pattern=PRINTABLE)]
     fingerprint: str
     num_layers: Count
     num_experts: Count
@@ -98,6 +101,12 @@ class BankConfig(_Strict):
             raise ValueError("heads.horizons must ascend from 1")
         if len(set(self.features.blocks)) != len(self.features.blocks) or not self.features.blocks:
             raise ValueError("features.blocks must name each block once")
+        if self.base_model.experts_per_token > self.base_model.num_experts:
+            raise ValueError("base_model.experts_per_token are more than num_experts")
+        if self.heads.horizons[-1] > MOST_HORIZON:
+            raise ValueError(f"heads.horizons must not pass {MOST_HORIZON} tokens")
+        if any(not 0 <= layer < self.base_model.num_layers for layer in self.features.uncaptured_logits):
+            raise ValueError("features.uncaptured_logits names a layer that the model does not have")
         if self.features.token_rows > self.base_model.vocab_size:
             raise ValueError("features.token_rows are more than the vocabulary has")
         return self

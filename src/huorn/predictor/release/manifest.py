@@ -16,6 +16,7 @@ from huorn.errors import UsageError, reason
 
 MANIFEST = "manifest.json"
 SCHEMA = "huorn bank manifest v1"
+MOST_BYTES = 1 << 20  # of a manifest; one has 2,500
 _ZEROS = "0" * 64
 _OWN = re.compile(rb'"manifest_sha256": "([0-9a-f]{64})"')
 
@@ -50,6 +51,8 @@ def manifest_text(files: Mapping[str, str], int8: Mapping[str, Tensor], more: Ma
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a bank. UsageError when it is missing, of another schema, or has been changed."""
     path = folder / MANIFEST
+    if path.exists() and (not path.is_file() or path.stat().st_size > MOST_BYTES):
+        raise UsageError(f"{path} is no regular file of at most {MOST_BYTES:,} bytes")
     try:
         data = path.read_bytes()
     except OSError as error:
