@@ -91,6 +91,7 @@ Failure check_files(const Copy& copy) {
 
 Request::Request(Copy& copy, const Segment& stripe)
     : copy_(&copy),
+      ahead_(!copy.demand),
       file_(stripe.file),
       shift_(stripe.address - stripe.offset),
       reached_(stripe.offset),
@@ -122,7 +123,16 @@ bool Request::advance(int64_t result) {
   return reached_ >= end_;
 }
 
-CopyQueue::CopyQueue(uint64_t stripe_bytes) : stripe_blocks_(round_up(stripe_bytes) / kBlock) {}
+CopyQueue::CopyQueue(uint64_t stripe_bytes, size_t most_ahead, double link_bytes_s)
+    : stripe_blocks_(round_up(stripe_bytes) / kBlock), most_ahead_(most_ahead), link_bytes_s_(link_bytes_s) {}
+
+std::chrono::steady_clock::time_point CopyQueue::reserve(uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  if (link_bytes_s_ <= 0) return {};
+  std::chrono::duration<double> takes(static_cast<double>(bytes) / link_bytes_s_);
+  link_free_ = std::max(link_free_, Clock::now()) + std::chrono::duration_cast<Clock::duration>(takes);
+  return link_free_;
+}
 
 void CopyQueue::submit(int64_t key, std::vector<Segment> segments, bool demand) {
   if (segments.empty()) refuse("a copy needs at least one segment");
@@ -145,12 +155,23 @@ void CopyQueue::submit(int64_t key, std::vector<Segment> segments, bool demand) 
 }
 
 bool CopyQueue::promote(int64_t key) {
-  std::lock_guard lock(mutex_);
-  auto found = places_.find(key);
-  if (found == places_.end()) return false;
-  Copy& copy = *found->second;
-  if (!copy.demand && copy.next < copy.stripes.size()) demand_.splice(demand_.end(), prefetch_, found->second);
-  copy.demand = true;
+  bool wake = false;
+  {
+    std::lock_guard lock(mutex_);
+    auto found = places_.find(key);
+    if (found == places_.end()) return false;
+    Copy& copy = *found->second;
+    size_t left = copy.stripes.size() - copy.next;
+    if (!copy.demand && left > 0) {
+      demand_.splice(demand_.end(), prefetch_, found->second);
+      // Lanes may lie idle that prefetches were not given.
+      wake = starving_;
+      starving_ = false;
+      for (size_t i = std::min(left, sleepers_); i > 0; --i) work_.notify_one();
+    }
+    copy.demand = true;
+  }
+  if (wake) wake_();
   return true;
 }
 
@@ -183,6 +204,13 @@ std::vector<Completion> CopyQueue::wait(std::chrono::nanoseconds longest) {
   }
   done_.clear();
   return completions;
+}
+
+double CopyQueue::busy_seconds() const {
+  std::lock_guard lock(mutex_);
+  Clock::duration busy = busy_;
+  if (reading_stripes_ > 0) busy += Clock::now() - busy_since_;
+  return std::chrono::duration<double>(busy).count();
 }
 
 size_t CopyQueue::in_flight() const {
@@ -225,23 +253,36 @@ bool CopyQueue::wait_and_take(Request& request) {
 void CopyQueue::finish(const Request& request) {
   bytes_read_.fetch_add(request.bytes_read(), std::memory_order_relaxed);
   std::unique_lock lock(mutex_);
+  stripe_leaves(request.ahead());
   stripe_ended(request.copy(), request.failure(), lock);
+}
+
+void CopyQueue::stripe_begins(bool ahead) {
+  if (ahead) ++reading_ahead_;
+  if (reading_stripes_++ == 0) busy_since_ = Clock::now();
+}
+
+void CopyQueue::stripe_leaves(bool ahead) {
+  if (ahead) --reading_ahead_;
+  if (--reading_stripes_ == 0) busy_ += Clock::now() - busy_since_;
 }
 
 bool CopyQueue::take_locked(Request& request, std::unique_lock<std::mutex>& lock) {
   while (!stopped_) {
     std::list<Copy>& queue = demand_.empty() ? prefetch_ : demand_;
-    if (queue.empty()) return false;
+    if (queue.empty() || (&queue == &prefetch_ && reading_ahead_ >= most_ahead_)) return false;
     Copy& copy = queue.front();
     bool first = copy.next == 0;
     request = Request(copy, copy.stripes[copy.next++]);
     ++copy.reading;
+    stripe_begins(request.ahead());
     if (copy.next == copy.stripes.size()) reading_.splice(reading_.end(), queue, queue.begin());
     if (!first) return true;
     lock.unlock();  // fstat may wait for a server
     Failure failure = check_files(copy);
     lock.lock();
     if (failure.error == 0) return true;
+    stripe_leaves(request.ahead());
     stripe_ended(copy, failure, lock);
   }
   return false;

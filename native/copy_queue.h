@@ -46,7 +46,7 @@ struct Copy {
 class Request {
  public:
   Request() = default;
-  Request(Copy& copy, const Segment& stripe);
+  Request(Copy& copy, const Segment& stripe);  // ahead if the copy is a prefetch now
 
   // The next read: with O_DIRECT whole blocks, else exactly the bytes needed.
   int descriptor() const { return file_->descriptor(); }
@@ -58,11 +58,13 @@ class Request {
   bool advance(int64_t result);
 
   Copy& copy() const { return *copy_; }
+  bool ahead() const { return ahead_; }
   const Failure& failure() const { return failure_; }
   uint64_t bytes_read() const { return bytes_read_; }
 
  private:
   Copy* copy_ = nullptr;
+  bool ahead_ = false;
   const SourceFile* file_ = nullptr;
   uint64_t shift_ = 0;    // address less offset, modulo 2^64
   uint64_t reached_ = 0;  // offset behind the bytes that have landed
@@ -73,7 +75,9 @@ class Request {
 
 class CopyQueue {
  public:
-  explicit CopyQueue(uint64_t stripe_bytes);
+  // Of prefetches at most `most_ahead` stripes are read at once, so that a demand copy finds lanes free and the device not full.
+  // With a `link_bytes_s` above 0 stripes end as if they came one after the other over a link of that speed.
+  CopyQueue(uint64_t stripe_bytes, size_t most_ahead, double link_bytes_s);
 
   // ---- the caller ----
   void submit(int64_t key, std::vector<Segment> segments, bool demand);  // throws std::invalid_argument
@@ -82,6 +86,7 @@ class CopyQueue {
   // All completions there are; sleeps for `longest` at most until there is one.
   std::vector<Completion> wait(std::chrono::nanoseconds longest);
   uint64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
+  double busy_seconds() const;  // during which at least one stripe was being read
   size_t in_flight() const;
   void stop();  // nothing more starts; what has started goes on
 
@@ -90,22 +95,33 @@ class CopyQueue {
   bool wait_and_take(Request& request);  // sleeps until there is one; false when stopped
   void finish(const Request& request);
   bool stopped() const;
+  // When the link will have brought so many bytes more: called before a stripe is read, which must not end sooner.
+  std::chrono::steady_clock::time_point reserve(uint64_t bytes);
   // Called when there is work, or the end, after `take` gave none.
   void on_work(std::function<void()> wake) { wake_ = std::move(wake); }
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   bool take_locked(Request& request, std::unique_lock<std::mutex>& lock);
+  void stripe_begins(bool ahead);
+  void stripe_leaves(bool ahead);
   void stripe_ended(Copy& copy, const Failure& failure, std::unique_lock<std::mutex>& lock);
   std::list<Copy>& queue_of(const Copy& copy);  // of one with stripes to take
   void drop_rest(Copy& copy);
   void complete(Copy& copy);
 
   const uint64_t stripe_blocks_;
+  const size_t most_ahead_;
+  const double link_bytes_s_;
   std::atomic<uint64_t> bytes_read_{0};
   std::function<void()> wake_ = [] {};
 
   mutable std::mutex mutex_;  // everything below, and all copies
   std::condition_variable work_, landed_;
+  size_t reading_stripes_ = 0, reading_ahead_ = 0;
+  Clock::duration busy_{0};     // without the time since busy_since_ while something is being read
+  Clock::time_point busy_since_, link_free_;
   size_t sleepers_ = 0;     // threads in wait_and_take
   bool starving_ = false;   // `take` gave none
   bool stopped_ = false;

@@ -28,6 +28,8 @@ struct Kernels {
   // what the passes hand over: trunk, corrections, forecast.
   void (*score_heads)(Pool&, const PredictorBank&, int first, int heads, const uint8_t* x, int features, const uint8_t* base,
                       float* work, float* scores, float* probabilities);
+  // Inputs bf16 [heads, inputs] and base bf16 [heads, hidden] of all heads for score_heads.
+  void (*head_features)(Pool&, const HeadFeatures&, const DecodedToken&, uint8_t* x, uint8_t* base);
   double (*read_memory)(Pool&, const uint8_t* data, size_t bytes);  // a checksum, so that no load can be left out
   double (*multiply)(Pool&, int rounds);                            // matmul operations done per thread, on registers or tiles
 };

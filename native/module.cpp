@@ -60,6 +60,16 @@ NB_MODULE(_native, m) {
            },
            nb::kw_only(), "w_in"_a, "w_out"_a, "w_router"_a, "a"_a, "b"_a, "hidden"_a, "experts"_a, "groups"_a);
 
+  nb::class_<HeadFeatures>(m, "HeadFeatures")
+      .def("__init__",
+           [](HeadFeatures* self, Address heads, Address blocks, Address no_logits, int head_count, int block_count, int hidden,
+              int experts, int top_k, int table_width, int inputs) {
+             new (self) HeadFeatures{at<int32_t>(heads), at<int32_t>(blocks), at<int32_t>(no_logits), head_count, block_count,
+                                     hidden,             experts,             top_k,                  table_width, inputs};
+           },
+           nb::kw_only(), "heads"_a, "blocks"_a, "no_logits"_a, "head_count"_a, "block_count"_a, "hidden"_a, "experts"_a, "top_k"_a,
+           "table_width"_a, "inputs"_a);
+
   m.def("candidates",
         [](Address lower, Address upper, size_t rows, size_t k, Address ids, size_t room) {
           return candidates(at<float>(lower), at<float>(upper), rows, k, at<int64_t>(ids), room);
@@ -122,17 +132,21 @@ NB_MODULE(_native, m) {
       .def("bound_rows", &Runtime::bound_rows, "rows"_a, "norm_scale"_a, "eps"_a, "x"_a, "tokens"_a, "lower"_a, "upper"_a)
       .def("score_heads", &Runtime::score_heads, "bank"_a, "first"_a, "heads"_a, "x"_a, "features"_a, "base"_a, "work"_a, "scores"_a,
            "probabilities"_a)
+      .def("head_features", &Runtime::head_features, "what"_a, "hidden"_a, "logits"_a, "routed"_a, "previous"_a, "prior"_a, "token"_a,
+           "next_token"_a, "position"_a, "x"_a, "base"_a)
       .def("read_memory", &Runtime::read_memory, "data"_a, "bytes"_a)
       .def("multiply", &Runtime::multiply, "rounds"_a);
 
   nb::class_<Step>(m, "Step")
-      .def(nb::init<Runtime&, Address, std::vector<int>, int, Address, Address, Address, Address, Address, Address, Address, Address>(),
+      .def(nb::init<Runtime&, Address, std::vector<int>, int, Address, Address, Address, Address, Address, Address, Address, Address, Address, Address>(),
            nb::keep_alive<1, 2>(), nb::kw_only(), "runtime"_a, "x"_a, "lengths"_a, "columns"_a, "logits"_a = 0,
-           "normed"_a = 0, "ids"_a = 0, "weights"_a = 0, "gate"_a = 0, "pair_out"_a = 0, "shared_out"_a = 0, "routed"_a = 0)
+           "normed"_a = 0, "ids"_a = 0, "weights"_a = 0, "gate"_a = 0, "pair_out"_a = 0, "shared_out"_a = 0, "routed"_a = 0, "kept_normed"_a = 0,
+           "kept_logits"_a = 0)
       .def("linear_states", &Step::linear_states, "conv_in"_a, "conv_out"_a, "memory_in"_a, "memory_out"_a)
       .def("caches", &Step::caches, "keys"_a, "values"_a, "positions"_a, "cosine"_a, "sine"_a)
       .def("delta_net", &Step::delta_net, "layer"_a, "router"_a.none(), "number"_a)
       .def("attention", &Step::attention, "layer"_a, "router"_a.none(), "number"_a)
+      .def("look_ahead", &Step::look_ahead, "ids"_a)
       .def("run", &Step::run, "layers"_a, "first"_a)
       .def("run_plan", &Step::run_plan, "layer"_a, "pairs"_a, "pair_count"_a, "chunks"_a, "chunk_count"_a, "top_k"_a,
            "with_shared"_a)

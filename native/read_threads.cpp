@@ -25,10 +25,12 @@ class ThreadEngine : public ReadEngine {
     Request request;
     while (queue.wait_and_take(request)) {
       int64_t result;
+      auto earliest = queue.reserve(request.bytes());
       do {
         result = pread(request.descriptor(), request.address(), request.bytes(), static_cast<off_t>(request.offset()));
         if (result < 0) result = -errno;
       } while (!request.advance(result));
+      std::this_thread::sleep_until(earliest);
       queue.finish(request);
     }
   }

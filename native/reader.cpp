@@ -13,10 +13,17 @@ uint64_t checked(int lanes, int64_t stripe_bytes) {
   return static_cast<uint64_t>(stripe_bytes);
 }
 
+size_t checked_ahead(int lanes, int ahead_lanes) {
+  checked(lanes, 1);
+  if (ahead_lanes < 0 || ahead_lanes > lanes) throw std::invalid_argument("ahead_lanes must be 0 to lanes");
+  return static_cast<size_t>(ahead_lanes == 0 ? lanes : ahead_lanes);
+}
+
 }  // namespace
 
-Reader::Reader(int lanes, int64_t stripe_bytes, bool direct, bool uring) : direct_(direct), queue_(checked(lanes, stripe_bytes)) {
-  if (uring) engine_ = uring_engine(queue_, lanes);
+Reader::Reader(int lanes, int64_t stripe_bytes, bool direct, bool uring, int ahead_lanes, double link_bytes_s)
+    : direct_(direct), queue_(checked(lanes, stripe_bytes), checked_ahead(lanes, ahead_lanes), link_bytes_s) {
+  if (uring && link_bytes_s <= 0) engine_ = uring_engine(queue_, lanes);
   if (engine_ == nullptr) engine_ = thread_engine(queue_, lanes);
 }
 

@@ -11,9 +11,9 @@ namespace huorn {
 
 class Reader {
  public:
-  // `lanes` requests at the device at most; a copy is cut into up to 16 stripes of at least `stripe_bytes`. Throws
-  // std::invalid_argument.
-  Reader(int lanes, int64_t stripe_bytes, bool direct, bool uring);
+  // `lanes` requests at the device at most, `ahead_lanes` of them for prefetches (0: all); a copy is cut into up to 16 stripes of
+  // at least `stripe_bytes`. `link_bytes_s` above 0 slows reading down to that, for measurements. Throws std::invalid_argument.
+  Reader(int lanes, int64_t stripe_bytes, bool direct, bool uring, int ahead_lanes, double link_bytes_s);
   ~Reader();
   Reader(const Reader&) = delete;
   Reader& operator=(const Reader&) = delete;

@@ -65,7 +65,8 @@ std::vector<CompletionTuple> wait(Reader& reader, double timeout_s) {
 
 void bind_reader(nb::module_& m) {
   nb::class_<Reader>(m, "Reader")
-      .def(nb::init<int, int64_t, bool, bool>(), "lanes"_a, "stripe_bytes"_a, "direct"_a, "uring"_a)
+      .def(nb::init<int, int64_t, bool, bool, int, double>(), "lanes"_a, "stripe_bytes"_a, "direct"_a, "uring"_a, "ahead_lanes"_a = 0,
+           "link_bytes_s"_a = 0.0)
       .def("add_file", &add_file, "path"_a)
       .def("direct", [](const Reader& reader, int file) { return reader.file(file).direct(); }, "file"_a)
       .def_prop_ro("engine", &Reader::engine)
@@ -74,6 +75,7 @@ void bind_reader(nb::module_& m) {
       .def("cancel", [](Reader& reader, int64_t key) { return reader.queue().cancel(key); }, "key"_a)
       .def("wait", &wait, "timeout_s"_a)
       .def_prop_ro("bytes_read", [](Reader& reader) { return reader.queue().bytes_read(); })
+      .def_prop_ro("busy_s", [](Reader& reader) { return reader.queue().busy_seconds(); })
       .def_prop_ro("in_flight", [](Reader& reader) { return reader.queue().in_flight(); });
 }
 

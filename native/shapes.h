@@ -53,6 +53,30 @@ struct PredictorBank {
   int32_t hidden, experts, groups;
 };
 
+// Blocks of inputs of a head, numbered as huorn/predictor/native_features.py does.
+enum class FeatureBlock : int32_t { Hidden, Window, Prior, Position, Logits, Previous, Difference, Own, Tokens };
+
+// What heads of a bank see (predictor_features.h).
+struct HeadFeatures {
+  const int32_t* heads;      // the layer of each head
+  const int32_t* blocks;     // FeatureBlock, in order
+  const int32_t* no_logits;  // [layers]: 1 where router logits count as zeros
+  int32_t head_count, block_count, hidden, experts, top_k, table_width;
+  int32_t inputs;            // of a head, all blocks together
+};
+
+// What is known of one token when it has been decoded and the next id is chosen.
+struct DecodedToken {
+  const float* hidden;      // [layers, hidden], what routers read
+  const float* logits;      // [layers, experts]
+  const int32_t* routed;    // [layers, top_k]
+  const int32_t* previous;  // of the token before; null for none
+  const float* prior;       // [heads, experts]
+  const uint8_t* token;     // BF16 rows [table_width] of both ids
+  const uint8_t* next_token;
+  float position;
+};
+
 // One expert: gate and up [inter, hidden], down [hidden, inter], all of one format.
 struct Expert {
   const uint8_t* gate;

@@ -73,6 +73,15 @@ class Runtime {
                           at<float>(scores), at<float>(probabilities));
   }
 
+  // previous 0 for none.
+  void head_features(const HeadFeatures& what, Address hidden, Address logits, Address routed, Address previous, Address prior,
+                     Address token, Address next_token, float position, Address x, Address base) {
+    nb::gil_scoped_release release;
+    DecodedToken seen{at<float>(hidden), at<float>(logits), at<int32_t>(routed), at<int32_t>(previous), at<float>(prior),
+                      at<uint8_t>(token), at<uint8_t>(next_token), position};
+    kernels_->head_features(*pool_, what, seen, at<uint8_t>(x), at<uint8_t>(base));
+  }
+
   double read_memory(Address data, size_t bytes) {
     nb::gil_scoped_release release;
     return kernels_->read_memory(*pool_, at<uint8_t>(data), bytes);
@@ -116,10 +125,12 @@ struct Layers {
 class Step {
  public:
   Step(Runtime& runtime, Address x, std::vector<int> lengths, int columns, Address logits, Address normed, Address ids,
-       Address weights, Address gate, Address pair_out, Address shared_out, Address routed)
+       Address weights, Address gate, Address pair_out, Address shared_out, Address routed, Address kept_normed,
+       Address kept_logits)
       : runtime_(runtime), lengths_(std::move(lengths)), logits_(at<float>(logits)), normed_(at<float>(normed)),
         ids_(at<int32_t>(ids)), weights_(at<float>(weights)), gate_(at<float>(gate)), pair_out_(at<float>(pair_out)),
-        shared_out_(at<float>(shared_out)), routed_(at<int32_t>(routed)) {
+        shared_out_(at<float>(shared_out)), routed_(at<int32_t>(routed)), kept_normed_(at<float>(kept_normed)),
+        kept_logits_(at<float>(kept_logits)) {
     int tokens = 0;
     for (int length : lengths_) tokens += length;
     batch_ = {at<float>(x), tokens, static_cast<int>(lengths_.size()), lengths_.data(), columns};
@@ -167,9 +178,14 @@ class Step {
                                 at<Chunk>(chunks), chunk_count, with_shared, batch_.columns, pair_out_, shared_out_);
   }
 
-  // Layers from number `first` on, what each router chose written to routed [layers, tokens, top_k], each token's pairs one by one (no packing), as long as all experts that a router chose are
-  // ready. The number of the first layer where one is not, its mixer and router done, or how many layers there are. One call for
-  // the whole model: between two calls its weights have pushed Python out of the caches, and 40 us per layer were lost to that.
+  // What the next layer's router makes of a layer's input goes to ids [layers, tokens, top_k]: at most what it will choose.
+  void look_ahead(Address ids) { ahead_ = at<int32_t>(ids); }
+
+  // Layers from number `first` on, each token's pairs one by one (no packing), as long as all experts that a router chose are
+  // ready, and those it is said to choose next. The number of the first layer where one is not, its mixer and router done, or how
+  // many layers there are. Of every layer what its router chose is written to routed [layers, tokens, top_k], what it read and made
+  // to kept_normed [layers, tokens, hidden] and kept_logits [layers, tokens, experts]. One call for the whole model: between two
+  // calls its weights have pushed Python out of the caches, and 40 us per layer were lost to that.
   int run(const Layers& layers, int first) {
     nb::gil_scoped_release release;
     int count = static_cast<int>(layers.all.size());
@@ -181,12 +197,20 @@ class Step {
       } else {
         runtime_.kernels_->attention(*runtime_.pool_, layer.attention, batch_, &caches_.at(state), cosine_, sine_);
       }
+      size_t place = static_cast<size_t>(number) * static_cast<size_t>(batch_.tokens);
+      normed_ = kept_normed_ + place * static_cast<size_t>(layer.router.hidden);
+      logits_ = kept_logits_ + place * static_cast<size_t>(layer.router.experts);
       route(layer.router);
-      if (routed_ != nullptr) {
-        size_t chosen = static_cast<size_t>(batch_.tokens) * static_cast<size_t>(layer.router.top_k);
-        std::copy_n(ids_, chosen, routed_ + chosen * static_cast<size_t>(number));
+      size_t chosen = static_cast<size_t>(batch_.tokens) * static_cast<size_t>(layer.router.top_k);
+      std::copy_n(ids_, chosen, routed_ + chosen * static_cast<size_t>(number));
+      bool all = ready(layer, ids_);
+      if (ahead_ != nullptr && number + 1 < count) {
+        const Layer& next = layers.all[static_cast<size_t>(number) + 1];
+        int32_t* said = ahead_ + chosen * static_cast<size_t>(number);
+        guess(next.router, said);
+        all = all && ready(next, said);
       }
-      if (!ready(layer)) return number;
+      if (!all) return number;
       run_pairs(layer.experts, layer.router.top_k);
     }
     return count;
@@ -197,10 +221,19 @@ class Step {
   }
 
  private:
-  bool ready(const Layer& layer) const {
+  bool ready(const Layer& layer, const int32_t* ids) const {
     for (int i = 0; i < batch_.tokens * layer.router.top_k; ++i)
-      if (layer.experts.experts[ids_[i]].gate == nullptr) return false;
+      if (layer.experts.experts[ids[i]].gate == nullptr) return false;
     return true;
+  }
+
+  // What a later router makes of the present layer's input.
+  void guess(const Router& router, int32_t* ids) {
+    size_t tokens = static_cast<size_t>(batch_.tokens), hidden = static_cast<size_t>(router.hidden);
+    size_t experts = static_cast<size_t>(router.experts), top_k = static_cast<size_t>(router.top_k);
+    guess_.resize(tokens * (hidden + experts + top_k + 1));
+    float *normed = guess_.data(), *logits = normed + tokens * hidden, *weights = logits + tokens * experts;
+    runtime_.kernels_->route(*runtime_.pool_, router, batch_, logits, normed, ids, weights, weights + tokens * top_k);
   }
 
   // The per-pair route and the sum: every pair alone, in the order of tokens and ranks.
@@ -231,6 +264,10 @@ class Step {
   float* pair_out_;
   float* shared_out_;
   int32_t* routed_;
+  float* kept_normed_;
+  float* kept_logits_;
+  int32_t* ahead_ = nullptr;
+  std::vector<float> guess_;
 };
 
 }  // namespace huorn

@@ -43,6 +43,7 @@ namespace HUORN_VARIANT {
 #include "experts.h"
 #include "coded_rows.h"
 #include "predictor_bank.h"
+#include "predictor_features.h"
 #include "limits.h"
 
 struct LinearTask {
@@ -89,6 +90,6 @@ static void embed(const uint8_t* table, Format format, int hidden, const int64_t
 const Kernels HUORN_TABLE_NAME(HUORN_VARIANT){
     HUORN_TEXT(HUORN_VARIANT), HUORN_VARIANT::linear,  HUORN_VARIANT::delta_net, HUORN_VARIANT::attention, HUORN_VARIANT::route,
     HUORN_VARIANT::run_plan,   HUORN_VARIANT::combine, HUORN_VARIANT::embed,     HUORN_VARIANT::code_rows,
-    HUORN_VARIANT::bound_rows, HUORN_VARIANT::score_heads, HUORN_VARIANT::read_memory, HUORN_VARIANT::multiply};
+    HUORN_VARIANT::bound_rows, HUORN_VARIANT::score_heads, HUORN_VARIANT::head_features, HUORN_VARIANT::read_memory, HUORN_VARIANT::multiply};
 
 }  // namespace huorn

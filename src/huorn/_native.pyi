@@ -30,6 +30,22 @@ class PredictorBank:
         groups: int,
     ) -> None: ...
 
+class HeadFeatures:
+    def __init__(
+        self,
+        *,
+        heads: int,
+        blocks: int,
+        no_logits: int,
+        head_count: int,
+        block_count: int,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        table_width: int,
+        inputs: int,
+    ) -> None: ...
+
 def candidates(lower: int, upper: int, rows: int, k: int, ids: int, room: int) -> int: ...
 
 class DeltaNet:
@@ -132,6 +148,20 @@ class Runtime:
         scores: int,
         probabilities: int,
     ) -> None: ...
+    def head_features(
+        self,
+        what: HeadFeatures,
+        hidden: int,
+        logits: int,
+        routed: int,
+        previous: int,
+        prior: int,
+        token: int,
+        next_token: int,
+        position: float,
+        x: int,
+        base: int,
+    ) -> None: ...
     def read_memory(self, data: int, bytes: int) -> float: ...
     def multiply(self, rounds: int) -> float: ...
 
@@ -151,6 +181,8 @@ class Step:
         pair_out: int = ...,
         shared_out: int = ...,
         routed: int = ...,
+        kept_normed: int = ...,
+        kept_logits: int = ...,
     ) -> None: ...
     def linear_states(
         self,
@@ -164,6 +196,7 @@ class Step:
     ) -> None: ...
     def delta_net(self, layer: DeltaNet, router: Router | None, number: int) -> None: ...
     def attention(self, layer: Attention, router: Router | None, number: int) -> None: ...
+    def look_ahead(self, ids: int) -> None: ...
     def run(self, layers: Layers, first: int) -> int: ...
     def run_plan(
         self,
@@ -178,7 +211,15 @@ class Step:
     def combine(self, top_k: int, hidden: int) -> None: ...
 
 class Reader:
-    def __init__(self, lanes: int, stripe_bytes: int, direct: bool, uring: bool) -> None: ...
+    def __init__(
+        self,
+        lanes: int,
+        stripe_bytes: int,
+        direct: bool,
+        uring: bool,
+        ahead_lanes: int = ...,
+        link_bytes_s: float = ...,
+    ) -> None: ...
     def add_file(self, path: str) -> int: ...
     def direct(self, file: int) -> bool: ...
     @property
@@ -189,5 +230,7 @@ class Reader:
     def wait(self, timeout_s: float) -> list[tuple[int, int, int, int]]: ...
     @property
     def bytes_read(self) -> int: ...
+    @property
+    def busy_s(self) -> float: ...
     @property
     def in_flight(self) -> int: ...

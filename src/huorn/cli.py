@@ -70,6 +70,9 @@ def run(
     memory: opt.Memory = None,
     slots: opt.Slots = None,
     policy: opt.Policy = None,
+    predictor: opt.Predictor = "auto",
+    prefetch: opt.Prefetch = "3",
+    lookahead: opt.Lookahead = False,
     warm: opt.Warm = None,
     lm_head: opt.LmHeadChoice = "two-pass",
     json: opt.Json = None,
@@ -77,6 +80,7 @@ def run(
     """Continue a prompt: the text goes to stdout as it is generated, a line with speed and memory to stderr."""
     from huorn.commands.model_choice import ModelChoice, residency
     from huorn.commands.run import run as command
+    from huorn.engine.forecasting import Forecasting
     from huorn.engine.sampling import SamplingSettings
 
     sampling = SamplingSettings(
@@ -85,7 +89,15 @@ def run(
     command(
         prompt,
         ModelChoice(
-            model, context, threads, precision, backend, lm_head, residency(memory, slots, policy, warm)
+            model,
+            context,
+            threads,
+            precision,
+            backend,
+            lm_head,
+            residency(
+                memory, slots, policy, warm, None, Forecasting(predictor, prefetch, lookahead=lookahead)
+            ),
         ),
         sampling,
         max_tokens,
@@ -119,6 +131,9 @@ def chat(
     memory: opt.Memory = None,
     slots: opt.Slots = None,
     policy: opt.Policy = None,
+    predictor: opt.Predictor = "auto",
+    prefetch: opt.Prefetch = "3",
+    lookahead: opt.Lookahead = False,
     warm: opt.Warm = None,
     lm_head: opt.LmHeadChoice = "two-pass",
     json: opt.Json = None,
@@ -127,6 +142,7 @@ def chat(
     from huorn.commands.chat import chat as command
     from huorn.commands.model_choice import ModelChoice, residency
     from huorn.engine.conversation import AnswerSettings
+    from huorn.engine.forecasting import Forecasting
     from huorn.engine.sampling import SamplingSettings
 
     sampling = SamplingSettings(
@@ -134,7 +150,13 @@ def chat(
     )
     settings = AnswerSettings(sampling, max_tokens, tuple(stop or ()), think)
     choice = ModelChoice(
-        model, context, threads, precision, backend, lm_head, residency(memory, slots, policy, warm)
+        model,
+        context,
+        threads,
+        precision,
+        backend,
+        lm_head,
+        residency(memory, slots, policy, warm, None, Forecasting(predictor, prefetch, lookahead=lookahead)),
     )
     command(choice, settings, system, load, json)
 
@@ -226,6 +248,9 @@ def bench_decode(
     memory: opt.Memory = None,
     slots: opt.Slots = None,
     policy: opt.Policy = None,
+    predictor: opt.Predictor = "auto",
+    prefetch: opt.Prefetch = "3",
+    lookahead: opt.Lookahead = False,
     warm: opt.Warm = None,
     mapped: opt.Mapped = None,
     lm_head: opt.LmHeadChoice = "two-pass",
@@ -235,9 +260,12 @@ def bench_decode(
     from huorn.bench.decode import Request
     from huorn.commands.bench_decode import bench_decode as command
     from huorn.commands.model_choice import ModelChoice, residency
+    from huorn.engine.forecasting import Forecasting
 
     request = Request(prompt_tokens, max_tokens, repeats, sequences, yardstick)
-    fast = residency(memory, slots, policy, warm, mapped)
+    fast = residency(
+        memory, slots, policy, warm, mapped, Forecasting(predictor, prefetch, lookahead=lookahead)
+    )
     command(ModelChoice(model, context, threads, precision, backend, lm_head, fast), request, json)
 
 

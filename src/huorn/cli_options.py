@@ -63,6 +63,24 @@ Policy = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Which expert makes room for another; see docs/benchmarks.md."),
 ]
+Predictor = Annotated[
+    str,
+    typer.Option(
+        metavar="BANK|auto|off",
+        help="Forecasts of the next token's experts, for slots. auto: the bank in DIR/bank or DIR_bank, if there is one.",
+    ),
+]
+Prefetch = Annotated[
+    str,
+    typer.Option(
+        metavar="CAPS",
+        help="Copies ahead per layer and token at most; 0: none. Also one number for each five layers (2,2,3), or card.",
+    ),
+]
+Lookahead = Annotated[
+    bool,
+    typer.Option("--lookahead", help="Also copy what the next layer's router makes of this layer's input."),
+]
 Warm = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Load the experts that were most used last time; saved when it ends."),

@@ -240,19 +240,28 @@ class Exercise:
             torch.empty(tokens),
         )
         pair_out, shared_out = torch.empty(tokens * top_k, hidden), torch.empty(tokens, hidden)
+        routed, said = torch.empty(2, 2, tokens, top_k, dtype=torch.int32)
+        kept_normed, kept_logits = torch.empty(2, tokens, hidden), torch.empty(2, tokens, experts)
         step = self.native.Step(
             runtime=self.runtime, x=x.data_ptr(), lengths=[tokens], columns=min(tokens, 16), logits=logits.data_ptr(),
             normed=normed.data_ptr(), ids=ids.data_ptr(), weights=weights.data_ptr(), gate=gate.data_ptr(),
-            pair_out=pair_out.data_ptr(), shared_out=shared_out.data_ptr(),
+            pair_out=pair_out.data_ptr(), shared_out=shared_out.data_ptr(), routed=routed.data_ptr(),
+            kept_normed=kept_normed.data_ptr(), kept_logits=kept_logits.data_ptr(),
         )  # fmt: skip
         mixer = self.mixer(hidden)
         caches = torch.randn(2, tokens, 1, 16).bfloat16()
         turn = torch.zeros(tokens, 8)
-        step.caches([caches[0].data_ptr()], [caches[1].data_ptr()], [0], turn.data_ptr(), turn.data_ptr())
+        step.caches(
+            [caches[0].data_ptr()] * 2, [caches[1].data_ptr()] * 2, [0, 0], turn.data_ptr(), turn.data_ptr()
+        )
         step.attention(mixer, router, 0)
         layers = self.native.Layers()
         layers.add(mixer, router, layer)
-        assert step.run(layers, 0) == 1
+        layers.add(mixer, router, layer)
+        step.look_ahead(said.data_ptr())
+        assert step.run(layers, 0) == 2
+        assert torch.equal(routed[1], ids)
+        assert int(said[0].max()) < experts
         for plan in (Plan.per_pair(ids.numpy()), Plan.bucketed(ids.numpy(), 17)):
             step.run_plan(
                 layer,

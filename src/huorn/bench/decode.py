@@ -211,7 +211,7 @@ def _run(session: Session, prompt_ids: Sequence[int], request: Request) -> _Run:
     between, before = time.perf_counter(), _Counts.now(session)
     for _ in range(request.completion_tokens - 1):
         text.push(token_id)
-        token_id = sampler.pick(state.read([token_id]))
+        token_id = sampler.pick(state.decode(token_id))
     end, after = time.perf_counter(), _Counts.now(session)
     return _between(start, between, end, before, after, request.completion_tokens - 1)
 

@@ -12,9 +12,10 @@ from rich.table import Table
 
 from huorn.commands.output import note
 from huorn.engine.fast_tier import FastTier, Residency
+from huorn.engine.forecasting import OFF, Forecasting
 from huorn.engine.session import Session
 from huorn.errors import UsageError
-from huorn.experts.policy import DEFAULT_POLICY, check_policy
+from huorn.experts.policy import BY_FORECAST, check_policy
 from huorn.memory import format_bytes
 from huorn.model.backend import Backend
 from huorn.model.cpu_experts import MappedAdvice
@@ -61,18 +62,22 @@ def residency(
     policy: str | None,
     warm: Path | None,
     mapped: MappedAdvice | None = None,
+    forecasting: Forecasting | None = None,
 ) -> Residency:
-    """The options --memory, --slots, --policy, --warm and --mapped. Raises UsageError."""
+    """The options --memory, --slots, --policy, --warm and --mapped, and those of forecasts (None: there are none). Raises
+    UsageError."""
     if memory is not None and slots is not None:
         raise UsageError("--memory and --slots both say how much is in RAM: give one of them")
     if mapped is not None and (memory is not None or slots is not None):
         raise UsageError(
             "--mapped leaves experts to the page cache: it goes with neither --memory nor --slots"
         )
-    if policy is not None:
+    if policy not in (None, BY_FORECAST):
         check_policy(policy)
     limit = None if memory is None else parse_bytes(memory, "--memory")
-    return Residency(limit, slots, policy or DEFAULT_POLICY, warm, mapped)
+    forecasting = forecasting or Forecasting(OFF)
+    forecasting.check()
+    return Residency(limit, slots, policy, warm, mapped, forecasting)
 
 
 def show_budget(tier: FastTier, file: TextIO) -> None:

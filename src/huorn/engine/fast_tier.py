@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 
 from huorn.checkpoint.reader import Checkpoint
+from huorn.engine.forecasting import Forecasting
 from huorn.errors import UsageError
-from huorn.experts.policy import DEFAULT_POLICY
 from huorn.experts.store import ExpertStore
 from huorn.machine.limits import available_bytes
 from huorn.memory import MemoryBudget, checkpoint_budget, format_bytes
@@ -23,9 +23,12 @@ class Residency:
 
     memory_bytes: int | None = None
     slots: float | None = None
-    policy: str = DEFAULT_POLICY
+    policy: str | None = None  # None: by forecasts where there are any, else DEFAULT_POLICY
     warm: Path | None = None
     mapped: MappedAdvice | None = None  # experts in mapped files: what the page cache makes of them
+    forecasting: Forecasting = field(default_factory=Forecasting)
+    link_bytes_s: float | None = None  # a slower link than the disk is, to try a balance with
+    overlap: bool = True  # False: one lane, a copy at a time, nothing computed meanwhile; to compare with
 
     @property
     def asked(self) -> bool:
@@ -50,16 +53,19 @@ def plan_fast_tier(
     precision: Precision,
     threads: int,
     lm_head: LmHead = "two-pass",
+    predictor_bytes: int = 0,
 ) -> FastTier:
     """From headers alone: no tensor is read.
 
-    Everything fits: all experts are resident. Otherwise slots take what --memory leaves, or as many as --slots says, or nine
+    Everything fits: all experts are resident, and no predictor is needed. Otherwise slots take what --memory leaves, or as many as --slots says, or nine
     tenths of what this machine has free. UsageError, with the bytes it would take, when a model can not run in that.
     """
     config = checkpoint.config
     experts, top_k = config.num_hidden_layers * config.num_experts, config.num_experts_per_tok
     whole, free = checkpoint_budget(checkpoint, context, precision, True, threads, lm_head), available_bytes()
     needed = checkpoint_budget(checkpoint, context, precision, False, threads, lm_head)
+    if predictor_bytes:
+        needed = needed.and_line("expert predictor", predictor_bytes)
     fixed = needed.resident_bytes
     if precision is Precision.F32:
         return _all_in_f32(whole, asked, free)

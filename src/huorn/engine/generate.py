@@ -123,7 +123,7 @@ class Generation:
             if self._cancelled:
                 return
             if len(self._pick_times) < self._limit:  # the last token's logits would pick nothing
-                token = self._state.read([token_id])
+                token = self._state.decode(token_id)
         if token is not None:
             self._finish_reason = "length"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from huorn.engine.forecaster import Forecaster
 from huorn.model.backend import LanguageModel
 from huorn.model.next_token import NextToken
 from huorn.model.state import DecodeState
@@ -30,8 +31,9 @@ class PrefixState:
     (Qwen3.5's drops its thoughts). Keeping one costs 63 MB in the 35B shape.
     """
 
-    def __init__(self, decoder: LanguageModel, context: int) -> None:
+    def __init__(self, decoder: LanguageModel, context: int, forecaster: Forecaster | None = None) -> None:
         self._decoder = decoder
+        self._forecaster = forecaster
         self._state = DecodeState.new(decoder.config, context, decoder.precision)
         self._ids: list[int] = []
         self._start = self._end = _Point(0, self._state.conv, self._state.recurrent)
@@ -57,6 +59,20 @@ class PrefixState:
         Whatever interrupts it, Ctrl-C included, leaves the points that `rewind` knows as they were: the new end is one
         assignment, and what was written past a point counts for nothing.
         """
+        if self._forecaster is not None:
+            self._forecaster.forget(self)
+        return self._read(ids)
+
+    def decode(self, token_id: int) -> NextToken:
+        """`read` of one id that was chosen after the last one read: with forecasts, copies of what it will use begin first."""
+        if self._forecaster is None:
+            return self._read([token_id])
+        self._forecaster.before(self, token_id)
+        token = self._read([token_id])
+        self._forecaster.after(self, token_id)
+        return token
+
+    def _read(self, ids: Sequence[int]) -> NextToken:
         token = self._decoder.next_token(torch.tensor(ids, dtype=torch.int64), self._state)
         self._ids.extend(ids)
         before, self._end = self._end, _Point(len(self._ids), self._state.conv, self._state.recurrent)
@@ -69,6 +85,8 @@ class PrefixState:
         self._marked = self._end
 
     def _go_to(self, point: _Point) -> None:
+        if self._forecaster is not None:
+            self._forecaster.forget(self)
         state = self._state
         state.position, state.conv, state.recurrent = point.length, point.conv, point.recurrent
         del self._ids[point.length :]

@@ -12,6 +12,7 @@ from huorn.assets import EMBEDDED_MODEL
 from huorn.checkpoint.config import ModelConfig, read_config, read_json
 from huorn.checkpoint.reader import Checkpoint
 from huorn.engine.fast_tier import FastTier, Residency
+from huorn.engine.forecaster import Forecaster
 from huorn.engine.open_decoder import open_cpu_decoder
 from huorn.engine.prefix import PrefixState
 from huorn.engine.template import ChatTemplate
@@ -43,7 +44,9 @@ class Session:
     decoder: LanguageModel
     tier: FastTier | None  # what is in RAM; None for the reference backend
     cache: ExpertCache | None  # where experts are in slots
+    forecaster: Forecaster | None  # and a bank says what is used next
     warm: Path | None  # the file that `close` writes
+    remark: str | None  # why the bank beside the model is not used
     context: int  # tokens, prompt and answer together
     threads: int
     stop_ids: frozenset[int]
@@ -70,10 +73,11 @@ class Session:
         template = ChatTemplate.load(directory)
         # The kernels have threads of their own; torch, which then only samples, would spin against them.
         torch.set_num_threads(threads if backend == "reference" else 1)
-        asked, tier, cache = residency or Residency(), None, None
+        asked, opened = residency or Residency(), None
         decoder: LanguageModel
         if backend == "cpu":
-            decoder, tier, cache = open_cpu_decoder(checkpoint, asked, context, precision, threads, lm_head)
+            opened = open_cpu_decoder(checkpoint, asked, context, precision, threads, lm_head)
+            decoder = opened.decoder
         elif asked.asked:
             raise UsageError("--memory and --slots need the native kernels: use --backend cpu")
         else:
@@ -85,9 +89,11 @@ class Session:
             template=template,
             backend=backend,
             decoder=decoder,
-            tier=tier,
-            cache=cache,
+            tier=None if opened is None else opened.tier,
+            cache=None if opened is None else opened.cache,
+            forecaster=None if opened is None else opened.forecaster,
             warm=asked.warm,
+            remark=None if opened is None else opened.remark,
             context=context,
             threads=threads,
             stop_ids=_stop_ids(directory, checkpoint.config, tokenizer),
@@ -97,6 +103,8 @@ class Session:
     def remarks(self) -> tuple[str, ...]:
         """What a user should know about how the model was opened."""
         found = [] if self.tier is None or self.tier.remark is None else [self.tier.remark]
+        if self.remark is not None:
+            found.append(self.remark)
         if self.cache is not None and not self.cache.direct:
             found.append("direct reads are not possible here: experts are read through the page cache")
         if self.warm is not None and self.cache is None:
@@ -111,7 +119,7 @@ class Session:
     def new_state(self) -> PrefixState:
         """Return an empty state with room for `context` tokens. Raises UsageError when the machine has no memory for it."""
         try:
-            return PrefixState(self.decoder, self.context)
+            return PrefixState(self.decoder, self.context, self.forecaster)
         except (RuntimeError, MemoryError) as error:  # torch's allocator raises the former
             kv, recurrent = self.state_bytes()
             raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from huorn import _native
 from huorn.errors import CheckpointError
+from huorn.experts.foresight import Forecast, ForecastPolicy
+from huorn.experts.ghost import GhostCache
 from huorn.experts.policy import Policy
+from huorn.experts.prefetch import Brought, PrefetchRule
 from huorn.experts.reader import ReaderLike, read_error
 from huorn.experts.slots import Slots, SlotState
 from huorn.experts.store import ExpertStore
@@ -28,6 +31,8 @@ AHEAD = 8
 # copied while this one computes, and at most this many of them: 96 MB, what the disk gives while attention runs.
 STREAM_TOKENS = 64
 STREAM_AHEAD = 32
+# Of experts that the next layer's router names when it reads this layer's input, so many are used: from 0.8 (seedling) up.
+LOOKAHEAD_LIKELY = 0.8
 
 
 @dataclass
@@ -57,7 +62,11 @@ class ExpertCache:
     reader: ReaderLike
     quick: Literal[True] = True
     resident: Literal[False] = False
+    looks_ahead: bool = False  # copies what the next layer's router makes of this layer's input
+    prefetch: PrefetchRule | None = None  # copies what a forecast says
+    ahead: int = AHEAD
     counts: CacheCounts = field(default_factory=CacheCounts)
+    brought: Brought = field(default_factory=Brought)
 
     def __post_init__(self) -> None:
         """Opens the files for the reader. OSError."""
@@ -69,6 +78,8 @@ class ExpertCache:
         self._needed: set[int] = set()
         # Keys under way that nobody waits for, in the order of submission.
         self._prefetching: dict[int, None] = {}
+        self._ghost: GhostCache | None = None
+        self._likely: NDArray[np.float32] | None = None  # of use by the token at hand, by layer and expert
 
     @property
     def direct(self) -> bool:
@@ -86,10 +97,84 @@ class ExpertCache:
 
     def used(self, layer: int, ids: NDArray[np.int32]) -> None:
         """A layer call that needed no copy routed ids i32 [T, K]."""
-        self.counts.hits += len(set(ids.ravel().tolist()))
+        experts = set(ids.ravel().tolist())
+        self.counts.hits += len(experts)
         self.policy.use(layer, ids)
+        if self._ghost is not None:
+            self._ghost.call(layer, ids)
+        if self.brought:
+            self._pass(layer, {layer * self._experts + expert for expert in experts}, set())
 
-    def waves(self, layer: int, ids: NDArray[np.int32]) -> Iterator[list[int]]:
+    def foresee(self, forecast: Forecast | None, most: int = 0) -> None:
+        """Between two tokens: what the next one will use, or None. Starts at most `most` copies, as `prefetch` chooses, into slots
+        whose experts are less likely to be used."""
+        self.settle()
+        self._take_back(self.brought.forget())
+        if isinstance(self.policy, ForecastPolicy):
+            self.policy.foresee(forecast)
+        self._likely = None if forecast is None else forecast[:, 0]
+        if self._likely is None or self.prefetch is None or not most:
+            return
+        there = self.slots.ready_mask
+        for key in self.prefetch.wanted(self._likely, there, min(most, self.slots.count // 4)):
+            if self.slots.state(key) is SlotState.EMPTY:
+                self._bring(key, float(self._likely.flat[key]), _Either(self.brought, ()))
+
+    def start_ghost(self) -> None:
+        """Counts from now on what the best policy without forecasts would miss."""
+        shape = self._layers, self._experts
+        resident = np.flatnonzero(self.slots.ready_mask).tolist()
+        worth = self.policy.frequency if isinstance(self.policy, ForecastPolicy) else self.policy.scores()
+        self._ghost = GhostCache(shape, self.slots.count, resident, worth)
+
+    def end_ghost(self) -> int:
+        """What it has missed; 0 where nothing was counted."""
+        ghost, self._ghost = self._ghost, None
+        return 0 if ghost is None else ghost.misses
+
+    def _bring(self, key: int, likely: float, protected: Container[int]) -> bool:
+        """Whether the copy of an expert that will be used with this probability could begin ahead of need."""
+        layer = key // self._experts
+        if not self.slots.free:
+            victim = self.policy.victim(layer, protected)
+            if victim is None or self._is_likelier(victim, layer, key, likely):
+                return False
+            self.policy.drop(victim)
+            self.slots.clear(victim)
+        self._submit(key, demand=False)
+        self.brought.add(layer, key)
+        return True
+
+    def _is_likelier(self, victim: int, layer: int, key: int, likely: float) -> bool:
+        """Whether a resident must not make room for an expert of `layer`."""
+        if isinstance(self.policy, ForecastPolicy):
+            return self.policy.worth(victim) >= max(likely, self.policy.worth(key))
+        if self._likely is None or victim // self._experts < layer:
+            return False
+        return bool(self._likely.flat[victim] >= likely)  # NaN is not
+
+    def _pass(self, layer: int, used: set[int], late: set[int]) -> None:
+        """`layer` uses these experts: what was brought for it besides is taken back, as far as it has not begun."""
+        self._take_back(self.brought.passed(layer, used, late))
+
+    def _take_back(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            if self.slots.state(key) is SlotState.LOADING and self.reader.cancel(key):
+                self._prefetching.pop(key, None)
+                self.slots.clear(key)
+
+    def _look_ahead(self, layer: int, said: NDArray[np.int32]) -> None:
+        """Starts copies of what `layer`, the next one, is about to choose."""
+        first = layer * self._experts
+        keys = dict.fromkeys(first + expert for expert in said.ravel().tolist())
+        keep = _Either(self._needed, _Either(self.brought, keys))
+        for key in keys:
+            if self.slots.state(key) is SlotState.EMPTY and not self._bring(key, LOOKAHEAD_LIKELY, keep):
+                return
+
+    def waves(
+        self, layer: int, ids: NDArray[np.int32], said: NDArray[np.int32] | None = None
+    ) -> Iterator[list[int]]:
         """Expert ids that are ready, group after group until all of ids i32 [T, K] were given: first those in slots (may be
         none), then others as they land. Each group stays ready until the next is asked for.
 
@@ -97,6 +182,8 @@ class ExpertCache:
         """
         self.settle()
         self.policy.use(layer, ids)
+        if self._ghost is not None:
+            self._ghost.call(layer, ids)
         first = layer * self._experts
         active, counts = np.unique(ids, return_counts=True)
         keys = [first + expert for expert in active.tolist()]
@@ -116,10 +203,14 @@ class ExpertCache:
             self.reader.promote(key)
             self._prefetching.pop(key, None)
         self._needed = set(keys)
+        if self.brought:
+            self._pass(layer, self._needed, set(loading))
         streaming = len(ids) >= STREAM_TOKENS and layer + 1 < self._layers
         waiting = set(loading)
         try:
             self._demand(layer, missing, waiting)
+            if said is not None:
+                self._look_ahead(layer + 1, said)
             yield [key - first for key in resident]
             self._needed.difference_update(resident)
             while waiting or missing:
@@ -153,7 +244,7 @@ class ExpertCache:
 
     def _demand(self, layer: int, missing: deque[int], waiting: set[int]) -> None:
         """Starts copies of what is missing, in order, as far as AHEAD and slots allow."""
-        while missing and len(waiting) < AHEAD and self._make_room(layer, self._needed):
+        while missing and len(waiting) < self.ahead and self._make_room(layer, self._needed):
             key = missing.popleft()
             self._submit(key, demand=True)
             waiting.add(key)
@@ -176,9 +267,11 @@ class ExpertCache:
         not started."""
         if self.slots.free:
             return True
-        victim = self.policy.victim(layer, protected)
-        if victim is None:
-            return self._cancel_one()
+        victim = self.policy.victim(layer, _Either(protected, self.brought) if self.brought else protected)
+        if victim is None and self._cancel_one():
+            return True
+        if victim is None and (victim := self.policy.victim(layer, protected)) is None:
+            return False
         self.policy.drop(victim)
         self.slots.clear(victim)
         return True
@@ -189,6 +282,7 @@ class ExpertCache:
         for key in reversed(list(self._prefetching)):
             if self.reader.cancel(key):
                 del self._prefetching[key]
+                self.brought.discard(key)
                 self.slots.clear(key)
                 return True
         return False
@@ -267,6 +361,15 @@ class ExpertCache:
                 )
         self._looked_at[key] = True
         return None
+
+
+@dataclass(frozen=True)
+class _Either:
+    one: Container[int]
+    other: Container[int]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.one or key in self.other
 
 
 @dataclass(frozen=True)

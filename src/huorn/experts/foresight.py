@@ -31,16 +31,24 @@ class Foresight:
         self._after: Worth | None = None
 
     def foresee(self, forecast: Forecast | None) -> None:
-        """What the next token will use; None where nothing is known, as at the start of a prompt."""
+        """What the next token will use; None where nothing is known, as at the start of a prompt: what was used more often is
+        then worth more, as in policy lfu."""
         counts = self._frequency.worth
-        known = counts * self._share * sum(AFTER)
-        self._after = known.copy()
+        if forecast is None:
+            self._after = None
+            self.worth[:] = counts * self._share * sum(AFTER)
+            return
+        there = ~np.isnan(forecast[:, 0, 0])
+        said = forecast[there].astype(np.float64)
+        self._after = counts * self._share * sum(AFTER)
         self.worth[:] = counts * self._share * sum(BEFORE)
-        if forecast is not None:
-            there = ~np.isnan(forecast[:, 0, 0])
-            said = forecast[there].astype(np.float64)
-            self.worth[there] = np.einsum("g,lge->le", BEFORE, said) + FREQUENCY * counts[there]
-            self._after[there] = np.einsum("g,lge->le", AFTER, said)
+        self.worth[there] = np.einsum("g,lge->le", BEFORE, said) + FREQUENCY * counts[there]
+        self._after[there] = np.einsum("g,lge->le", AFTER, said)
+
+    @property
+    def frequency(self) -> Worth:
+        """See Frequency."""
+        return self._frequency.worth
 
     def use(self, layer: int, ids: NDArray[np.int32]) -> None:
         """See Valuation: the layer has run, so only later uses count."""
@@ -68,6 +76,11 @@ class ForecastPolicy(GlobalPolicy):
         """See Foresight.foresee."""
         self._foresight.foresee(forecast)
         self._kept = np.where(self._resident, self._foresight.worth, inf)
+
+    @property
+    def frequency(self) -> Worth:
+        """How often each expert was used, as policy lfu counts."""
+        return self._foresight.frequency
 
     def worth(self, key: int) -> float:
         """Of an expert, resident or not."""

@@ -153,6 +153,7 @@ class LayerPolicy(_Residents):
 
 
 POLICIES: tuple[str, ...] = ("lfu", "layer-lfu", "lru", "layer-lru")
+BY_FORECAST = "forecast"  # experts/foresight.py
 DEFAULT_POLICY = "lfu"  # chosen by replay, docs/benchmarks.md, as is the half-life
 HALF_LIFE = 8.0  # tokens; 4 to 12 are within 0.2 points of it
 

@@ -16,6 +16,7 @@ from huorn.errors import CheckpointError
 # 2.1 GB/s at 0.04 to 0.05 CPU seconds per GB, and a lone copy of 3 MiB in 1.5 to 1.6 ms; 4 threads 1.7 to 2.0 GB/s and 1.7 to
 # 1.8 ms, with 256 KiB 1.5 to 1.6 GB/s and twice the CPU time; io_uring with 2 to 8 lanes 1.1 to 1.7 GB/s.
 LANES = 8
+AHEAD_LANES = 4  # of them for prefetches at most
 STRIPE_BYTES = 512 << 10
 URING = False
 
@@ -31,7 +32,8 @@ class ReaderLike(Protocol):
     """The interface of `huorn._native.Reader`, called from one thread.
 
     A copy is cut into at most 16 stripes, one more for each segment smaller than a stripe. Stripes of demand copies
-    are read before any of a prefetch, first come first served; what is in flight at the device is let go on.
+    are read before any of a prefetch, first come first served; what is in flight at the device is let go on. Prefetches are
+    given a part of the lanes only.
     """
 
     def add_file(self, path: str) -> int:
@@ -71,6 +73,10 @@ class ReaderLike(Protocol):
     @property
     def bytes_read(self) -> int:
         """From all files so far, with the ends of blocks that nobody asked for."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far during which something was being read."""
 
     @property
     def in_flight(self) -> int:

@@ -6,7 +6,9 @@ import ctypes
 import threading
 from enum import IntEnum
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from huorn.experts.store import PAGE, ExpertStore
@@ -58,6 +60,12 @@ class Slots:
         """LOADING or READY for an expert that has a slot, EMPTY for one that has none."""
         place = self._place.get(key)
         return SlotState.EMPTY if place is None else self._states[place]
+
+    @property
+    def ready_mask(self) -> NDArray[np.bool_]:
+        """[layers, experts]: which are READY."""
+        mask: NDArray[np.bool_] = self._rows[:, 0].reshape(self.table.shape[:2]) != 0
+        return mask
 
     def loading(self) -> list[int]:
         """Keys of experts that are LOADING."""

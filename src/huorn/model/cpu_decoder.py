@@ -59,6 +59,16 @@ class Sequences:
         return [len(ids) for ids in self.ids]
 
 
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """What each layer's router read (hidden f32 [L, T, D], behind the norm) and made (logits f32 [L, T, E], ids i32 [L, T, K])
+    in the last forward; valid until the next."""
+
+    hidden: Tensor
+    logits: Tensor
+    ids: Tensor
+
+
 class Buffers:
     """What one forward needs besides weights and states, for up to `tokens` tokens; reused, since fresh memory of this size
     would be zeroed by the system for every layer (33 MB for 512 tokens of the 35B shape)."""
@@ -74,12 +84,25 @@ class Buffers:
         self.gate = torch.empty(tokens)
         self.pair_out = torch.empty(tokens * top_k, hidden)
         self.shared_out = torch.empty(tokens, hidden)
-        few = min(tokens, BUCKET_TOKENS - 1)
-        self.routed = torch.empty(config.num_hidden_layers * few * top_k, dtype=torch.int32)
+        # What a call of a few tokens leaves behind of each layer, and what each was said to route to one layer before.
+        kept = config.num_hidden_layers * min(tokens, BUCKET_TOKENS - 1)
+        self.routed, self.said = torch.empty(2, kept, top_k, dtype=torch.int32)
+        self.kept_normed = torch.empty(kept, hidden)
+        self.kept_logits = torch.empty(kept, config.num_experts)
+        self.layers = config.num_hidden_layers
 
     def routing(self, tokens: int) -> Iterator[NDArray[Any]]:
         """Views of what the last router read and made: normed [T, D], logits [T, E], ids [T, K], weights [T, K]."""
         return (part[:tokens].numpy() for part in (self.normed, self.router_logits, self.ids, self.weights))
+
+    def kept(self, tokens: int) -> KeptRows:
+        """Views of what the last call, of a few tokens, left behind."""
+        some = self.layers * tokens
+        hidden, logits, ids = (
+            part[:some].view(self.layers, tokens, -1)
+            for part in (self.kept_normed, self.kept_logits, self.routed)
+        )
+        return KeptRows(hidden, logits, ids)
 
     def step(self, runtime: _native.Runtime, lengths: Sequence[int], wide: int) -> _native.Step:
         """A forward over sequences of these lengths in these buffers, at most `wide` columns per pass over a dense weight."""
@@ -87,7 +110,7 @@ class Buffers:
             runtime=runtime, x=self.x.data_ptr(), lengths=lengths, columns=wide, logits=self.router_logits.data_ptr(),
             normed=self.normed.data_ptr(), ids=self.ids.data_ptr(), weights=self.weights.data_ptr(),
             gate=self.gate.data_ptr(), pair_out=self.pair_out.data_ptr(), shared_out=self.shared_out.data_ptr(),
-            routed=self.routed.data_ptr(),
+            routed=self.routed.data_ptr(), kept_normed=self.kept_normed.data_ptr(), kept_logits=self.kept_logits.data_ptr(),
         )  # fmt: skip
 
 
@@ -96,6 +119,7 @@ def work_bytes(config: ModelConfig, tokens: int, threads: int) -> int:
     between threads, and each thread's own columns."""
     hidden, top_k, experts = config.hidden_size, config.num_experts_per_tok, config.num_experts
     buffers = hidden * (3 + top_k) + experts + 4 * top_k
+    kept = config.num_hidden_layers * min(tokens, BUCKET_TOKENS - 1) * (hidden + experts + 2 * top_k)
     values = config.linear_num_value_heads * config.linear_value_head_dim
     linear = config.conv_dim + 2 * values + 2 * config.linear_num_value_heads
     full = config.head_dim * (3 * config.num_attention_heads + 2 * config.num_key_value_heads)
@@ -104,7 +128,9 @@ def work_bytes(config: ModelConfig, tokens: int, threads: int) -> int:
     own = 8 * widest + 8 * KERNEL_ROWS  # per column: packed in BF16 twice, normed in F32, sums of a unit
     logits = 8 * config.vocab_size  # and those of the step before
     return (
-        4 * tokens * (buffers + max(linear, full, inner)) + threads * min(tokens, MOST_COLUMNS) * own + logits
+        4 * (kept + tokens * (buffers + max(linear, full, inner)))
+        + threads * min(tokens, MOST_COLUMNS) * own
+        + logits
     )
 
 
@@ -129,6 +155,7 @@ class CpuDecoder:
     quick_pairs: bool = True
     tap: LayerTap | None = None
     _buffers: Buffers | None = field(default=None, init=False)
+    _kept: KeptRows | None = field(default=None, init=False)
 
     def forward(self, token_ids: Tensor, state: DecodeState, all_logits: bool = False) -> Tensor:
         """Appends T >= 1 tokens to the sequence in `state`.
@@ -163,6 +190,10 @@ class CpuDecoder:
         self._commit(sequences, spares)
         return tokens
 
+    def kept_rows(self) -> KeptRows | None:
+        """What the routers of the last forward, of one token, read and made; None when it was another kind of forward."""
+        return self._kept
+
     def _run(self, sequences: Sequences) -> tuple[Tensor, Spares]:
         """All layers: x f32 [T, D] behind them, in the buffers, and what each state is to become."""
         for token_ids, state in zip(sequences.ids, sequences.states, strict=True):
@@ -174,9 +205,11 @@ class CpuDecoder:
         rotations = self._point_to_states(step, sequences, spares)
 
         self._embed(all_ids, buffers.x)
+        self._kept = None
         quick = self.quick_pairs and self.experts.quick and self.tap is None
         if quick and tokens < BUCKET_TOKENS:
             self._run_few(step, buffers, tokens)
+            self._kept = buffers.kept(tokens) if tokens == 1 else None
         else:
             self._run_layers(step, buffers, tokens)
         del rotations  # until here the step points to them
@@ -226,13 +259,19 @@ class CpuDecoder:
     def _run_few(self, step: _native.Step, buffers: Buffers, tokens: int) -> None:
         """All layers on a few tokens: one kernel call, and another after each layer that lacks an expert."""
         top_k, count, start = self.config.num_experts_per_tok, len(self.layers), 0
+        looks_ahead = self.experts.looks_ahead
+        if looks_ahead:
+            step.look_ahead(buffers.said.data_ptr())
+        said = buffers.said[: count * tokens].numpy().reshape(count, tokens, top_k)
         while (stop := step.run(self.native_layers, start)) < count or not self.experts.resident:
-            routed = buffers.routed[: count * tokens * top_k].numpy().reshape(count, tokens, top_k)
+            routed = buffers.routed[: count * tokens].numpy().reshape(count, tokens, top_k)
             for number in range(start, stop):
                 self.experts.used(number, routed[number])
             if stop == count:
                 return
-            self._run_experts(step, stop, routed[stop])
+            self._run_experts(
+                step, stop, routed[stop], said[stop] if looks_ahead and stop + 1 < count else None
+            )
             start = stop + 1
 
     def _run_layers(self, step: _native.Step, buffers: Buffers, tokens: int) -> None:
@@ -250,11 +289,14 @@ class CpuDecoder:
                 self.tap.layer(number, hidden, logits, ids, weights)
             self._run_experts(step, number, ids)
 
-    def _run_experts(self, step: _native.Step, number: int, ids: NDArray[np.int32]) -> None:
-        """x += routed experts + gated shared expert, those first that are ready. ids int32 [T, K] are the router's choice."""
+    def _run_experts(
+        self, step: _native.Step, number: int, ids: NDArray[np.int32], said: NDArray[np.int32] | None = None
+    ) -> None:
+        """x += routed experts + gated shared expert, those first that are ready. ids int32 [T, K] are the router's choice, said
+        what the next layer may choose."""
         plan, experts, top_k = self.plan(ids), self.layers[number].experts, ids.shape[1]
         shared = True
-        for ready in self.experts.waves(number, ids):
+        for ready in self.experts.waves(number, ids, said):
             if shared or ready:
                 part = plan.only(ready)  # alive while the kernels read it
                 step.run_plan(experts, *part.addresses, top_k, shared)

@@ -33,6 +33,11 @@ class ExpertTable(Protocol):
         """Whether every expert is always in RAM."""
         ...
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `waves` wants to know what the next layer may choose."""
+        ...
+
     def addresses(self, layer: int) -> Tensor:
         """The table of a layer; its memory never moves. Zeros: not ready."""
         ...
@@ -41,9 +46,12 @@ class ExpertTable(Protocol):
         """Told after a layer call on ids i32 [T, K] that went without `waves`, in the order of calls."""
         ...
 
-    def waves(self, layer: int, ids: NDArray[np.int32]) -> Iterator[list[int]]:
+    def waves(
+        self, layer: int, ids: NDArray[np.int32], said: NDArray[np.int32] | None = None
+    ) -> Iterator[list[int]]:
         """Groups of the experts in ids i32 [T, K], each group's rows valid until the next is asked for, all of them in the end;
-        the first group may be empty. CheckpointError when an expert is damaged or can not be read."""
+        the first group may be empty. `said` i32 [T, K] is what the next layer's router makes of this layer's input, where that was
+        asked for. CheckpointError when an expert is damaged or can not be read."""
         ...
 
 
@@ -71,6 +79,7 @@ class ResidentTable:
 
     quick = True
     resident = True
+    looks_ahead = False
 
     def __init__(self, checkpoint: Checkpoint, f32: bool, memory: HugePages) -> None:
         config = checkpoint.config
@@ -88,7 +97,9 @@ class ResidentTable:
     def used(self, layer: int, ids: NDArray[np.int32]) -> None:
         """Nothing to learn."""
 
-    def waves(self, layer: int, ids: NDArray[np.int32]) -> Iterator[list[int]]:
+    def waves(
+        self, layer: int, ids: NDArray[np.int32], said: NDArray[np.int32] | None = None
+    ) -> Iterator[list[int]]:
         """One group: all."""
         yield np.unique(ids).tolist()
 
@@ -105,6 +116,7 @@ class MappedTable:
 
     quick = False  # a row says nothing about whether its pages are in RAM
     resident = False
+    looks_ahead = False
 
     def __init__(self, checkpoint: Checkpoint, advice: MappedAdvice = "ahead") -> None:
         config = checkpoint.config
@@ -124,7 +136,9 @@ class MappedTable:
     def used(self, layer: int, ids: NDArray[np.int32]) -> None:
         """Nothing to learn."""
 
-    def waves(self, layer: int, ids: NDArray[np.int32]) -> Iterator[list[int]]:
+    def waves(
+        self, layer: int, ids: NDArray[np.int32], said: NDArray[np.int32] | None = None
+    ) -> Iterator[list[int]]:
         """One group: all."""
         active = np.unique(ids).tolist()
         self._ask(layer, active)

@@ -40,8 +40,14 @@ class BankShape:
         return {
             "in": (self.width, self.columns),
             "out": (self.groups * self.experts + self.hidden, self.width),
-            "router": (self.experts, _round_up(self.hidden)),
+            "router": (self.experts, round_up(self.hidden)),
         }
+
+    @property
+    def work_bytes(self) -> int:
+        """At most what scoring all heads takes besides: features in F32 and BF16, what the passes hand over, results."""
+        outputs = self.groups * self.experts
+        return self.heads * 4 * (3 * self.columns + self.width + 4 * outputs + 2 * round_up(self.hidden))
 
     @property
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -82,7 +88,7 @@ class NativeScorer:
             experts=self.shape.experts, groups=self.shape.groups,
         )  # fmt: skip
         shape = self.shape
-        self._parts = (shape.width, shape.groups * shape.experts, _round_up(shape.hidden))
+        self._parts = (shape.width, shape.groups * shape.experts, round_up(shape.hidden))
         self._work = torch.zeros(shape.heads * sum(self._parts))
 
     @property
@@ -97,7 +103,7 @@ class NativeScorer:
         of a call nor on the number of threads. ValueError when shapes do not fit the bank.
         """
         shape, count = self.shape, len(x)
-        if x.dim() != 2 or _round_up(x.shape[1]) != shape.columns or base.shape != (count, shape.hidden):
+        if x.dim() != 2 or round_up(x.shape[1]) != shape.columns or base.shape != (count, shape.hidden):
             raise ValueError(
                 f"features {list(x.shape)} and hidden states {list(base.shape)} of n heads must be [n, {shape.columns}], or up "
                 f"to 127 fewer, and [n, {shape.hidden}]"
@@ -108,11 +114,15 @@ class NativeScorer:
             )
         x, base = x.detach().bfloat16().contiguous(), base.detach().bfloat16().contiguous()
         scores, probabilities = torch.empty(2, count, shape.groups, shape.experts)
+        self.score_into(x, base, first, scores, probabilities)
+        return scores, probabilities
+
+    def score_into(self, x: Tensor, base: Tensor, first: int, scores: Tensor, probabilities: Tensor) -> None:
+        """`score` without checks, for x and base in BF16 and results that are there, all contiguous."""
         self._runtime.score_heads(
-            self._bank, first, count, x.data_ptr(), x.shape[1], base.data_ptr(), self._work.data_ptr(), scores.data_ptr(),
+            self._bank, first, len(x), x.data_ptr(), x.shape[1], base.data_ptr(), self._work.data_ptr(), scores.data_ptr(),
             probabilities.data_ptr(),
         )  # fmt: skip
-        return scores, probabilities
 
     def stages(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """What the passes of the last call, of `count` heads, handed over: trunk u [n, T], corrections d [n, G E] and forecast
@@ -148,5 +158,6 @@ def _checked(tensors: Mapping[str, Tensor]) -> BankShape:
     return shape
 
 
-def _round_up(n: int) -> int:
+def round_up(n: int) -> int:
+    """To a multiple of GROUP."""
     return -(-n // GROUP) * GROUP
