@@ -11,54 +11,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
+from huorn.bench.memory_group import MemoryGroup
 from huorn.checkpoint.reader import Checkpoint
 from huorn.engine.tokenizer import load_tokenizer
+from huorn.machine.page_cache import drop_pages
 from huorn.memory import checkpoint_budget, format_bytes
 from huorn.model.precision import Precision
 
-V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 CONTEXT = 512
 ARMS = ("slots", "plain", "random", "ahead", "huge")
 
 
-class Group:
-    """A memory cgroup of its own (version 1 or 2), gone at the end."""
-
-    def __init__(self, limit: int) -> None:
-        first = (V1 / "memory.limit_in_bytes").exists()
-        root, name = (V1, "memory.limit_in_bytes") if first else (V2, "memory.max")
-        self.folder = root / f"huorn-{os.getpid()}"
-        self.folder.mkdir()
-        (self.folder / name).write_text(str(limit))
-        self._members = self.folder / ("tasks" if first else "cgroup.procs")
-
-    def enter(self) -> None:
-        """Called in the child."""
-        self._members.write_text(str(os.getpid()))
-
-    def close(self) -> None:
-        self.folder.rmdir()
-
-
-def drop_pages(folder: Path) -> None:
-    """Takes the shards out of the page cache."""
-    for path in folder.glob("*.safetensors"):
-        fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
 def run(arm: str, folder: Path, limit: int, tokens: int) -> dict[str, float]:
     """One process of one arm; what `huorn bench decode --json` says."""
-    drop_pages(folder)
-    group = Group(limit)
+    drop_pages(folder.glob("*.safetensors"))
+    group = MemoryGroup(limit)
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         how = ["--memory", str(limit)] if arm == "slots" else ["--mapped", arm]
         command = [
@@ -67,7 +40,9 @@ def run(arm: str, folder: Path, limit: int, tokens: int) -> dict[str, float]:
             "--json", out.name, *how,
         ]  # fmt: skip
         try:
-            subprocess.run(command, check=True, capture_output=True, preexec_fn=group.enter)
+            subprocess.run(
+                command, check=True, capture_output=True, preexec_fn=lambda: group.tasks.write_text("0")
+            )
         finally:
             group.close()
         return dict(json.loads(Path(out.name).read_text()))

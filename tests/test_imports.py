@@ -20,9 +20,20 @@ ALLOWED = {
     "machine": set[str](),
     "memory": {"checkpoint", "machine", "model", "schedule"},
     "synth": {"checkpoint", "machine", "memory"},
-    "engine": {"_native", "checkpoint", "experts", "kernels", "machine", "memory", "model", "schedule"},
+    "engine": {
+        "_native",
+        "checkpoint",
+        "experts",
+        "kernels",
+        "machine",
+        "memory",
+        "model",
+        "predictor",
+        "schedule",
+    },
     "doctor": {"checkpoint", "machine", "memory", "model", "synth"},
     "bench": {
+        "predictor",
         "_native",
         "checkpoint",
         "engine",
@@ -55,3 +66,20 @@ def test_part_imports_only_what_lies_below(part: str) -> None:
     for file in files:
         wrong = imported_parts(file) - ALLOWED[part] - {part, "errors", "files", "assets"}
         assert not wrong, f"{file.relative_to(SOURCE)} imports {sorted(wrong)}"
+
+
+SERVING = ("released", "served_bank", "native_features", "native_scorer", "bank_files/bank_loader")
+
+
+@pytest.mark.parametrize("module", SERVING)
+def test_what_serves_a_bank_knows_nothing_of_traces(module: str) -> None:
+    """The engine imports it, and traces import the engine."""
+    assert "trace" not in imported_parts(SOURCE / "predictor" / f"{module}.py")
+
+
+def test_the_engine_imports_only_what_serves() -> None:
+    allowed = {f"huorn.predictor.{module.replace('/', '.')}" for module in SERVING}
+    for file in (SOURCE / "engine").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("huorn.predictor"):
+                assert node.module in allowed, file

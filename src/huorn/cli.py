@@ -269,6 +269,65 @@ def bench_decode(
     command(ModelChoice(model, context, threads, precision, backend, lm_head, fast), request, json)
 
 
+@bench_app.command("pairs")
+def bench_pairs(
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE.jsonl", help='One {"prompt": "..."} a line; none should be in the training text.'
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for pairs.json, pairs.md and pairs.png.")],
+    model: opt.Model = None,
+    arms: Annotated[
+        str,
+        typer.Option(
+            metavar="ARM,...",
+            help="The first is what others are compared with: mmap, plain, engine, engine+lookahead, engine+prefetch, "
+            "engine+retention, engine+both, engine+all.",
+        ),
+    ] = "engine,engine+both",
+    pairs: Annotated[
+        int, typer.Option(help="Matched runs of each arm, and of the first against itself.")
+    ] = 9,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt, exactly.")] = 64,
+    memory: opt.Memory = None,
+    slots: Annotated[
+        float | None,
+        typer.Option(help="Or experts in RAM, of arms without a bank: a share up to 1, or how many."),
+    ] = None,
+    predictor: opt.Predictor = "auto",
+    prefetch: opt.Prefetch = "3",
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Slow reading down to so much per second, to try a balance: 200MB."
+        ),
+    ] = None,
+    predictor_slots: Annotated[
+        int | None,
+        typer.Option(
+            help="With --slots: slots that a bank costs, if not what it takes. Others then hold the bank unused."
+        ),
+    ] = None,
+    context: opt.ContextTokens = 1024,
+    threads: opt.Threads = None,
+) -> None:
+    """Compare arms of the engine in matched pairs, in equal memory; one differing token ends it."""
+    from huorn.commands.bench_pairs import PairsRequest
+    from huorn.commands.bench_pairs import bench_pairs as command
+    from huorn.engine.forecasting import Forecasting
+    from huorn.sizes import parse_bytes
+
+    names = tuple(name.strip() for name in arms.split(","))
+    asked = PairsRequest(
+        names, pairs, prompts, out, max_tokens, None if memory is None else parse_bytes(memory, "--memory"), slots,
+        context or 1024, threads, Forecasting(predictor, prefetch), None if link is None else parse_bytes(link, "--link"),
+        predictor_slots,
+    )  # fmt: skip
+    command(model, asked)
+
+
 @bench_app.command("kernels")
 def bench_kernels(
     threads: opt.Threads = None,

@@ -11,13 +11,13 @@ import torch
 from huorn.assets import EMBEDDED_BANK, EMBEDDED_MODEL
 from huorn.checkpoint.fingerprint import model_fingerprint
 from huorn.checkpoint.reader import Checkpoint
-from huorn.predictor.bank import open_bank
 from huorn.predictor.bank_files.bank_loader import to_int8
 from huorn.predictor.bank_files.int8_bank import score
 from huorn.predictor.bank_files.reference_scorer import assemble, base_hidden, scores
 from huorn.predictor.dataset import load_rows
 from huorn.predictor.recall import recall_at
 from huorn.predictor.release.verify import verify_bank
+from huorn.predictor.released import open_bank
 from huorn.trace.recording import Traces
 from tests.e2e.command_line import huorn
 

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from huorn.errors import UsageError
-from huorn.predictor.bank import open_bank
 from huorn.predictor.bank_files.bank_loader import to_int8
 from huorn.predictor.bank_files.spec import BaseModelShape, check_base
 from huorn.predictor.evaluate import Evaluation
@@ -23,6 +22,7 @@ from huorn.predictor.release.card import SNIPPET
 from huorn.predictor.release.export import PYTHON_FILES, release, released_source
 from huorn.predictor.release.manifest import MANIFEST, manifest_text, sha256_file
 from huorn.predictor.release.verify import verify_bank
+from huorn.predictor.released import open_bank
 from tests.predictor.conftest import Released
 
 ROOT = Path(__file__).parents[2]

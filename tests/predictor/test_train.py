@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from huorn.errors import TraceError, UsageError
-from huorn.predictor.bank import bank_from_run, open_bank
+from huorn.predictor.bank import bank_from_run
 from huorn.predictor.evaluate import evaluate
 from huorn.predictor.release.export import release
 from huorn.predictor.release.verify import verify_bank
+from huorn.predictor.released import open_bank
 from huorn.predictor.run_folder import (
     STATE,
     WEIGHTS,

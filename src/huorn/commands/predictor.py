@@ -13,7 +13,7 @@ from huorn.commands.progress import step_progress
 from huorn.commands.trace_record import counted
 from huorn.errors import UsageError
 from huorn.machine.facts import allowed_cores
-from huorn.predictor.bank import bank_from_run, open_bank
+from huorn.predictor.bank import bank_from_run
 from huorn.predictor.bank_files.bank_loader import to_int8
 from huorn.predictor.baselines import EQUAL_LEAD
 from huorn.predictor.evaluate import PRECISIONS, Evaluation, best_baseline
@@ -22,6 +22,7 @@ from huorn.predictor.recall import KS
 from huorn.predictor.release.card import head_bytes
 from huorn.predictor.release.export import release as write_bank
 from huorn.predictor.release.verify import verify_bank
+from huorn.predictor.released import open_bank
 from huorn.predictor.run_folder import RUN, TrainSettings, read_run, remember_traces, remembered_traces
 from huorn.predictor.train import make_spec, parse_layers, traces_digest
 from huorn.predictor.train import train as fit

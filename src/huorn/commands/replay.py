@@ -16,9 +16,9 @@ from huorn.errors import UsageError
 from huorn.experts.foresight import Forecast
 from huorn.experts.policy import check_policy
 from huorn.memory import format_bytes
-from huorn.predictor.bank import open_bank
 from huorn.predictor.evaluate import check_traces
 from huorn.predictor.forecasts import forecasts as forecasts_of
+from huorn.predictor.released import open_bank
 from huorn.sizes import parse_bytes
 from huorn.trace.forecast_replay import ForecastUse, replay_forecast
 from huorn.trace.manifest import SPLITS, Split

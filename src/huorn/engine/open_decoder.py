@@ -15,7 +15,7 @@ from huorn.engine.forecast_control import ForecastControl
 from huorn.engine.forecaster import Forecaster
 from huorn.engine.forecasting import AUTO
 from huorn.errors import UsageError
-from huorn.experts.cache import AHEAD, ExpertCache
+from huorn.experts.cache import ExpertCache
 from huorn.experts.foresight import ForecastPolicy
 from huorn.experts.policy import BY_FORECAST, DEFAULT_POLICY, Policy, make_policy
 from huorn.experts.prefetch import PrefetchRule, parse_caps
@@ -29,7 +29,7 @@ from huorn.model.cpu_experts import ExpertTable, MappedTable
 from huorn.model.cpu_load import load_cpu_decoder
 from huorn.model.precision import Precision
 from huorn.model.tables import LmHead, Tables
-from huorn.predictor.served_bank import ServedBank, served_bytes
+from huorn.predictor.served_bank import ServedBank, read_bank_config, served_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +53,7 @@ def open_cpu_decoder(
 ) -> Opened:
     """The decoder on native kernels: logits depend on the token ids alone, to the bit. Raises CheckpointError, UsageError."""
     folder = asked.forecasting.bank_of(checkpoint.directory)
-    tier = plan_fast_tier(
-        checkpoint, asked, context, precision, threads, lm_head, 0 if folder is None else served_bytes(folder)
-    )
+    tier = plan_fast_tier(checkpoint, asked, context, precision, threads, lm_head, predictor_bytes(folder))
     runtime = _native.Runtime(threads, isa.chosen())
     scores = None if asked.warm is None else _saved(asked.warm, checkpoint)
     bank, remark = _bank(folder, checkpoint, asked) if tier.store is not None else (None, None)
@@ -73,6 +71,11 @@ def open_cpu_decoder(
             forecaster = Forecaster(bank, decoder, cache, control)
         cache.slots.populate()
     return Opened(decoder, tier, cache, forecaster, remark)
+
+
+def predictor_bytes(folder: Path | None) -> int:
+    """What the bank in a folder will take in RAM. UsageError when it is none."""
+    return 0 if folder is None else served_bytes(read_bank_config(folder))
 
 
 def _bank(
@@ -128,5 +131,5 @@ def open_cache(store: ExpertStore, slots: int, asked: Residency, bank: ServedBan
     )  # fmt: skip
     return ExpertCache(
         store, room, policy, reader, looks_ahead=forecasting.lookahead, prefetch=prefetch,
-        ahead=AHEAD if asked.overlap else 1,
+        overlap=asked.overlap,
     )  # fmt: skip

@@ -64,7 +64,7 @@ class ExpertCache:
     resident: Literal[False] = False
     looks_ahead: bool = False  # copies what the next layer's router makes of this layer's input
     prefetch: PrefetchRule | None = None  # copies what a forecast says
-    ahead: int = AHEAD
+    overlap: bool = True  # False: one copy at a time, and nothing is computed meanwhile; to compare with
     counts: CacheCounts = field(default_factory=CacheCounts)
     brought: Brought = field(default_factory=Brought)
 
@@ -211,6 +211,10 @@ class ExpertCache:
             self._demand(layer, missing, waiting)
             if said is not None:
                 self._look_ahead(layer + 1, said)
+            while not self.overlap and waiting and (landed := waiting.intersection(self._collect(None))):
+                resident += landed
+                waiting -= landed
+                self._demand(layer, missing, waiting)
             yield [key - first for key in resident]
             self._needed.difference_update(resident)
             while waiting or missing:
@@ -244,7 +248,9 @@ class ExpertCache:
 
     def _demand(self, layer: int, missing: deque[int], waiting: set[int]) -> None:
         """Starts copies of what is missing, in order, as far as AHEAD and slots allow."""
-        while missing and len(waiting) < self.ahead and self._make_room(layer, self._needed):
+        while (
+            missing and len(waiting) < (AHEAD if self.overlap else 1) and self._make_room(layer, self._needed)
+        ):
             key = missing.popleft()
             self._submit(key, demand=True)
             waiting.add(key)

@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
-from safetensors import SafetensorError
 from torch import Tensor
 
 from huorn import __version__
-from huorn.errors import UsageError, reason
-from huorn.predictor.bank_files.bank_loader import CONFIG, MODEL, load
+from huorn.errors import UsageError
 from huorn.predictor.bank_files.reference_scorer import Bank
 from huorn.predictor.bank_files.spec import SCHEMA, BankConfig, BaseModelShape, HeadShape, Provenance
 from huorn.predictor.run_folder import (
@@ -75,20 +72,3 @@ def bank_from_run(run: Path, base: BaseModelShape | None = None) -> tuple[Bank, 
     tensors |= {name: heads[name].float() for name in ("a", "b")}
     tensors["token_table"] = read_token_table(run)
     return Bank(config, tensors), heads
-
-
-def open_bank(folder: Path) -> Bank:
-    """A released bank, read as data by huorn's own loader. UsageError when it is missing, damaged or of another schema."""
-    for name in (CONFIG, MODEL):
-        if (folder / name).exists() and not (folder / name).is_file():
-            raise UsageError(f"{folder / name} is no regular file, so {folder} is no expert-predictor bank")
-    try:
-        return load(folder)[1]
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"{folder} is no expert-predictor bank: {reason(error)}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{folder / CONFIG} is damaged: {where}: {first['msg']}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{folder} is damaged or of another kind: {str(error).splitlines()[0]}") from error

@@ -15,16 +15,6 @@ from huorn.predictor.bank_files.spec import BaseModelShape
 from huorn.trace.manifest import Manifest
 
 
-def base_model_shape(checkpoint: Checkpoint, name: str, revision: str) -> BaseModelShape:
-    """Of an opened checkpoint. Raises CheckpointError."""
-    config = checkpoint.config
-    return BaseModelShape(
-        repo=name, revision=revision, fingerprint=model_fingerprint(checkpoint), num_layers=config.num_hidden_layers,
-        num_experts=config.num_experts, experts_per_token=config.num_experts_per_tok, hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-    )  # fmt: skip
-
-
 def recorded_model(manifest: Manifest, revision: str) -> BaseModelShape:
     """The model as a trace names it; without states it has hidden size 0 and no vocabulary."""
     model = manifest.model

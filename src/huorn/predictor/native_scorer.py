@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from huorn import _native
-from huorn.kernels.huge_pages import HugePages, padded
 
 GROUP = 128  # kBlock of native/shapes.h: inputs of a row that share one scale
 _WEIGHTS = ("w_in.codes", "w_in.scale", "w_out.codes", "w_out.scale", "w_router.codes", "w_router.scale")
@@ -63,25 +62,16 @@ class BankShape:
 
 
 class NativeScorer:
-    """Owns a copy of a bank's tensors, weights on huge pages. One call at a time."""
+    """A bank's tensors for the kernels. One call at a time."""
 
     def __init__(self, tensors: Mapping[str, Tensor], runtime: _native.Runtime) -> None:
-        """Takes tensors as huorn.predictor.bank_files.int8_bank names them.
+        """Takes tensors as huorn.predictor.bank_files.int8_bank names them. They are used where they are, best on huge pages.
 
         ValueError, naming the tensor, when one is missing or has another shape or dtype than its neighbours ask for.
         """
         self.shape = _checked(tensors)
         self._runtime = runtime
-        room = HugePages(sum(padded(tensors[name].nbytes) for name in _WEIGHTS))
-        self._tensors = {
-            name: tensors[name].detach().contiguous().clone()
-            for name in self.shape.tensors
-            if name not in _WEIGHTS
-        }
-        for name in _WEIGHTS:
-            tensor = tensors[name]
-            place = room.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-            self._tensors[name] = place.copy_(tensor)
+        self._tensors = {name: tensors[name].detach().contiguous() for name in self.shape.tensors}
         self._bank = _native.PredictorBank(
             w_in=self._weight("in"), w_out=self._weight("out"), w_router=self._weight("router"),
             a=self._tensors["a"].data_ptr(), b=self._tensors["b"].data_ptr(), hidden=self.shape.hidden,

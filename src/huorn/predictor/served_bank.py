@@ -7,21 +7,22 @@ from math import prod
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from huorn.checkpoint.reader import Checkpoint
 from huorn.checkpoint.row_table import RowTable
 from huorn.checkpoint.safetensors_file import SafetensorsFile
-from huorn.errors import UsageError
-from huorn.predictor.bank import open_bank
-from huorn.predictor.bank_files.bank_loader import CONFIG, MODEL, to_int8
+from huorn.errors import CheckpointError, UsageError, reason
+from huorn.kernels.huge_pages import HugePages, padded
+from huorn.predictor.bank_files.bank_loader import CONFIG, MODEL, tensor_shapes, to_int8
 from huorn.predictor.bank_files.reference_scorer import Bank
 from huorn.predictor.bank_files.spec import BankConfig, check_base
-from huorn.predictor.base_model import base_model_shape
 from huorn.predictor.native_scorer import BankShape, round_up
+from huorn.predictor.released import base_model_shape
 
 HORIZONS = (1, 4, 16)  # what the cache's values of a use are for (experts/foresight.py)
-KEPT_ROWS = 4096  # 2 MB of the 256 numbers that profile huorn has
+KEPT_ROWS = 4096  # of the token table: 2 MB of the 256 numbers that profile huorn has
 _NO_ROW = torch.empty(0, dtype=torch.bfloat16)
 
 
@@ -29,29 +30,31 @@ _NO_ROW = torch.empty(0, dtype=torch.bfloat16)
 class ServedBank:
     """`tensors` as huorn.predictor.bank_files.int8_bank names them; a row of `token_table` is read when it is asked for."""
 
-    folder: Path
     config: BankConfig
     tensors: dict[str, Tensor]
     token_table: RowTable
 
     @classmethod
     def open(cls, folder: Path, checkpoint: Checkpoint) -> ServedBank:
-        """Reads a bank and sees that it was made for this model.
+        """Reads a bank, head after head, and sees that it was made for this model.
 
-        Raises UsageError when it is damaged, of another model (with both fingerprints), without hidden states, or of other
-        horizons than HORIZONS; CheckpointError when the model can not be read.
+        Raises UsageError when it is damaged, of another model (with both fingerprints), or of other horizons than HORIZONS;
+        CheckpointError when the model can not be read.
         """
-        bank = open_bank(folder)
+        config = read_bank_config(folder)
         try:
-            check_base(bank.config, base_model_shape(checkpoint, str(checkpoint.directory), ""))
+            check_base(config, base_model_shape(checkpoint, str(checkpoint.directory), ""))
         except ValueError as error:
             raise UsageError(f"{folder} can not serve this model: {error}") from error
-        if bank.config.heads.horizons != HORIZONS:
+        if config.heads.horizons != HORIZONS:
             raise UsageError(
-                f"{folder} forecasts {bank.config.heads.horizons} tokens ahead; the engine uses {HORIZONS}"
+                f"{folder} forecasts {list(config.heads.horizons)} tokens ahead; the engine uses {list(HORIZONS)}"
             )
-        file = SafetensorsFile(folder / MODEL)
-        return cls(folder, bank.config, _int8(bank), RowTable(file, file.infos["token_table"]))
+        try:
+            file = SafetensorsFile(folder / MODEL)
+            return cls(config, _heads(config, file), RowTable(file, file.infos["token_table"]))
+        except CheckpointError as error:
+            raise UsageError(f"{folder} can not be used: {error}") from error
 
 
 class TokenRows:
@@ -76,27 +79,62 @@ class TokenRows:
         return row
 
 
-def served_bytes(folder: Path) -> int:
-    """What the heads of a bank take in RAM, from its config.json. UsageError when it can not be read."""
+def read_bank_config(folder: Path) -> BankConfig:
+    """config.json of a bank. UsageError when there is none, or it is damaged."""
+    path = folder / CONFIG
     try:
-        config = BankConfig.model_validate_json((folder / CONFIG).read_bytes())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} is no expert-predictor bank: {str(error).splitlines()[0]}") from error
+        return BankConfig.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{folder} is no expert-predictor bank: {reason(error)}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{path} is damaged or of another kind: {where}: {first['msg']}") from error
+
+
+def served_bytes(config: BankConfig) -> int:
+    """At most what a bank takes in RAM when it is served."""
+    shape = _shape(config)
+    heads = sum(padded(prod(sizes) * dtype.itemsize) for dtype, sizes in shape.tensors.values())
+    return heads + shape.work_bytes + KEPT_ROWS * 2 * config.features.token_width
+
+
+def _shape(config: BankConfig) -> BankShape:
     base, heads = config.base_model, config.heads
-    shape = BankShape(
+    return BankShape(
         len(heads.layers), round_up(config.features.width(base)), heads.trunk, base.hidden_size, base.num_experts,
         len(heads.horizons),
     )  # fmt: skip
-    heads_bytes = sum(prod(sizes) * dtype.itemsize for dtype, sizes in shape.tensors.values())
-    return heads_bytes + shape.work_bytes + KEPT_ROWS * 2 * config.features.token_width
 
 
-def _int8(bank: Bank) -> dict[str, Tensor]:
-    """Head after head, since codes are made by way of F32: 40 heads of 6 MB would take 2 GB for a moment."""
-    each = [
-        to_int8(
-            Bank(bank.config, {n: t[head : head + 1] for n, t in bank.tensors.items() if n != "token_table"})
-        )
-        for head in range(len(bank.config.heads.layers))
-    ]
-    return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+def _heads(config: BankConfig, file: SafetensorsFile) -> dict[str, Tensor]:
+    """The int8 bank, in memory that lies as kernels like it. One head is expanded at a time: 40 of 6 MB take 1 GB in F32.
+
+    CheckpointError when a tensor is not what config.json says, or not finite."""
+    wanted = tensor_shapes(config)
+    for name in sorted(wanted.keys() ^ file.infos.keys()):
+        raise CheckpointError(f"{file.path} {'lacks' if name in wanted else 'has an unknown'} tensor {name}")
+    for name, (sizes, dtype) in wanted.items():
+        have = file.infos[name]
+        if have.shape != sizes or have.dtype != {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype]:
+            raise CheckpointError(
+                f"{file.path}: {name} is {list(have.shape)} {have.dtype}, but {CONFIG} says {list(sizes)} {dtype}"
+            )
+    table, count = _shape(config).tensors, len(config.heads.layers)
+    room = HugePages(sum(padded(prod(sizes) * dtype.itemsize) for dtype, sizes in table.values()))
+    found = {
+        name: room.take(prod(sizes) * dtype.itemsize).view(dtype).view(sizes)
+        for name, (dtype, sizes) in table.items()
+    }
+    for head in range(count):
+        one = {
+            name: file.read(name, part=head, parts=count)[None] if count > 1 else file.read(name)
+            for name in wanted
+            if name != "token_table"
+        }
+        for name, tensor in one.items():
+            if not bool(tensor.isfinite().all()):
+                raise CheckpointError(f"{file.path}: {name} holds NaN or infinity")
+        for name, part in to_int8(Bank(config, one)).items():
+            found[name][head] = part[0]
+    return found

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from huorn.errors import UsageError
-from huorn.predictor.bank import open_bank
 from huorn.predictor.bank_files.bank_loader import to_int8
 from huorn.predictor.bank_files.int8_bank import score
 from huorn.predictor.bank_files.reference_scorer import Bank
 from huorn.predictor.release.fixture import FIXTURE, expected, fixture_features, fixture_sets
 from huorn.predictor.release.manifest import sha256_tensor
 from huorn.predictor.release.native_check import check_native
+from huorn.predictor.released import open_bank
 
 # Of int8 recall against BF16, in points.
 MOST_LOST_POINTS = 0.3
