@@ -1,4 +1,4 @@
-# make demo   installs into .venv and lets the embedded model write
+# make demo   installs into .venv and lets the embedded model write, with a quarter of its experts in RAM and with all
 # make test   installs the test extra and runs the whole suite
 # make lint   ruff and mypy --strict
 # make sanitize  every kernel under AddressSanitizer and UBSan
@@ -13,8 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_AR
 .PHONY: demo test lint bench figures sanitize clean
 
 demo: $(VENV)/.run
-	$(BIN)/huorn run "def quicksort(items):" --max-tokens 128 --temperature 0.7 --top-p 0.9 \
-		--repetition-penalty 1.1 --seed 3
+	$(BIN)/huorn demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest

@@ -33,6 +33,7 @@ ALLOWED = {
     },
     "doctor": {"checkpoint", "machine", "memory", "model", "synth"},
     "bench": {
+        "experts",
         "predictor",
         "_native",
         "checkpoint",

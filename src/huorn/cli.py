@@ -107,6 +107,14 @@ def run(
 
 
 @app.command()
+def demo() -> None:
+    """Let the embedded model write with a quarter of its experts in RAM, then with all: the same text, and what it took."""
+    from huorn.commands.demo import demo as command
+
+    command()
+
+
+@app.command()
 def chat(
     model: opt.Model = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
@@ -222,13 +230,16 @@ def plan(
     slots: opt.Slots = None,
     context: opt.ContextTokens = None,
     threads: opt.Threads = None,
+    predictor: opt.Predictor = "auto",
     json: opt.Json = None,
 ) -> None:
     """Show what a model would take of a size of memory, and about how fast it would decode; nothing is loaded."""
     from huorn.commands.model_choice import residency
     from huorn.commands.plan import plan as command
+    from huorn.engine.forecasting import Forecasting
 
-    command(model, residency(memory, slots, None, None), context, threads, json)
+    fast = residency(memory, slots, None, None, None, Forecasting(predictor))
+    command(model, fast, context, threads, json)
 
 
 @bench_app.command("decode")

@@ -96,23 +96,28 @@ def replay(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Cache policies; belady knows the future; forecast (both), forecast-retention, forecast-prefetch ask a bank.",
+            help="Cache policies; belady and belady-bypass know the future; forecast (both), forecast-retention, "
+            "forecast-retention-1 (one token ahead) and forecast-prefetch ask a bank.",
         ),
     ] = "lfu,layer-lfu,lru,layer-lru,belady",
     split: Annotated[str, typer.Option(metavar="SPLIT,...", help="Of a recorded trace.")] = "test",
     prompts: Annotated[int | None, typer.Option(help="Only the first N prompts of each split.")] = None,
     bank: Annotated[Path | None, typer.Option(metavar="BANK", help="Default: the embedded model's.")] = None,
-    prefetch: Annotated[int, typer.Option(help="Copies ahead per layer and token at most.")] = 3,
+    prefetch: opt.Prefetch = "3",
     threshold: Annotated[
         float, typer.Option(help="Of the probability from which a copy starts ahead.")
     ] = 0.15,
+    pace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYER,REST,COPY",
+            help="Let copies take time: ms to compute a layer, for the rest of a token, to copy an expert (3.2,25,1.6).",
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw hit rates by size.")] = None,
     json: opt.Json = None,
 ) -> None:
     """Replay recorded routing on cache policies: hits, misses and loads, counted as the engine's cache counts them."""
     from huorn.commands.replay import replay as command
-    from huorn.trace.forecast_replay import ForecastUse
 
-    command(
-        trace, memory, slots, policy, split, prompts, bank, ForecastUse(True, prefetch, threshold), plot, json
-    )
+    command(trace, memory, slots, policy, split, prompts, bank, prefetch, threshold, pace, plot, json)

@@ -11,6 +11,7 @@ from huorn.commands.model_choice import show_budget
 from huorn.commands.output import check_json_path, write_json
 from huorn.engine.estimate import estimate_speed
 from huorn.engine.fast_tier import Residency, plan_fast_tier
+from huorn.engine.open_decoder import predictor_bytes
 from huorn.engine.session import checked_context, checked_threads, existing_model
 from huorn.engine.tokenizer import load_tokenizer
 from huorn.machine.limits import available_bytes
@@ -28,7 +29,8 @@ def plan(
     checkpoint = Checkpoint.open(directory)
     context = checked_context(context, checkpoint.config)
     load_tokenizer(directory, checkpoint.config.vocab_size)  # part of what the program takes
-    tier = plan_fast_tier(checkpoint, asked, context, Precision.BF16, threads)
+    bank_bytes = predictor_bytes(asked.forecasting.bank_of(directory))
+    tier = plan_fast_tier(checkpoint, asked, context, Precision.BF16, threads, predictor_bytes=bank_bytes)
     show_budget(tier, sys.stdout)
     if tier.remark is not None:
         print(tier.remark)

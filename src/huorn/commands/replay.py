@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,28 @@ from huorn.assets import EMBEDDED_BANK
 from huorn.commands.output import check_json_path, note, write_json
 from huorn.commands.progress import step_progress
 from huorn.errors import UsageError
-from huorn.experts.foresight import Forecast
+from huorn.experts.foresight import MULTI_HORIZON, ONE_TOKEN, Forecast
 from huorn.experts.policy import check_policy
+from huorn.experts.prefetch import PrefetchRule, parse_caps
 from huorn.memory import format_bytes
 from huorn.predictor.evaluate import check_traces
 from huorn.predictor.forecasts import forecasts as forecasts_of
 from huorn.predictor.released import open_bank
 from huorn.sizes import parse_bytes
-from huorn.trace.forecast_replay import ForecastUse, replay_forecast
+from huorn.trace.engine_replay import ForecastUse, Pace, replay_engine
 from huorn.trace.manifest import SPLITS, Split
 from huorn.trace.plot import check_plot_path, plot_replay
 from huorn.trace.recorded_calls import read_replay
 from huorn.trace.recording import Traces
-from huorn.trace.replay import Replayed, replay_belady, replay_policy
+from huorn.trace.replay import Replayed, replay_belady, replay_bypass, replay_policy
 from huorn.trace.route_csv import RouteTrace
 
-OPTIMUM = "belady"
-# Name -> whether forecasts decide who leaves, and whether copies start ahead.
-FORECAST = {"forecast": (True, True), "forecast-retention": (True, False), "forecast-prefetch": (False, True)}
+OPTIMA = {"belady": replay_belady, "belady-bypass": replay_bypass}
+# Name -> by which horizons forecasts decide who leaves (None: not), and whether copies start ahead.
+FORECAST = {
+    "forecast": (MULTI_HORIZON, True), "forecast-retention": (MULTI_HORIZON, False), "forecast-retention-1": (ONE_TOKEN, False),
+    "forecast-prefetch": (None, True),
+}  # fmt: skip
 
 
 def replay(
@@ -41,7 +46,9 @@ def replay(
     splits: str,
     prompts: int | None,
     bank: Path | None,
-    how: ForecastUse,
+    caps: str,
+    threshold: float,
+    pace: str | None,
     plot: Path | None,
     json: Path | None,
 ) -> None:
@@ -51,10 +58,12 @@ def replay(
         check_plot_path(plot)
     names = [name.strip() for name in policies.split(",")]
     for name in names:
-        if name not in (OPTIMUM, *FORECAST):
+        if name not in (*OPTIMA, *FORECAST):
             check_policy(name)
-    if how.prefetch < 0 or not 0 <= how.threshold <= 1:
-        raise UsageError("--prefetch must be 0 or more and --threshold a probability from 0 to 1")
+    if not 0 <= threshold <= 1:
+        raise UsageError("--threshold must be a probability from 0 to 1")
+    timed = None if pace is None else parse_pace(pace)
+    parse_caps(caps, 1, 0)
     if prompts is not None and prompts < 1:
         raise UsageError(f"--prompts is {prompts}, but it must be 1 or more")
     some = [_split(name) for name in splits.split(",")]
@@ -69,11 +78,15 @@ def replay(
             progress(number, len(names) * len(sizes))
             capacity = sizes[label]
             if name in FORECAST:
-                retention, ahead = FORECAST[name]
-                use = ForecastUse(retention, how.prefetch if ahead else 0, how.threshold)
-                found[name][label] = replay_forecast(trace, forecasts, capacity, use)
-            elif name == OPTIMUM:
-                found[name][label] = replay_belady(trace, capacity)
+                weighting, ahead = FORECAST[name]
+                rule = PrefetchRule(parse_caps(caps, trace.layers, 0), threshold) if ahead else None
+                use = ForecastUse(weighting, rule)
+                found[name][label] = replay_engine(trace, forecasts, capacity, use, timed)
+            elif name in OPTIMA:
+                found[name][label] = OPTIMA[name](trace, capacity)
+            elif timed is not None:
+                use = ForecastUse(None, None, name)
+                found[name][label] = replay_engine(trace, [], capacity, use, timed)
             else:
                 found[name][label] = replay_policy(trace, name, capacity)
     _print(trace, sizes, found)
@@ -105,6 +118,20 @@ def _forecasts(path: Path, folder: Path, splits: list[Split], prompts: int | Non
         starts = {0, *ends.tolist()}
         found += [None if row in starts else said[row - 1] for row in range(int(ends[-1]))]
     return found
+
+
+def parse_pace(text: str) -> Pace:
+    """Milliseconds "layer,rest,copy". UsageError."""
+    try:
+        layer, rest, copy = (float(part) / 1e3 for part in text.split(","))
+    except ValueError:
+        layer = rest = copy = -1.0
+    if not (layer >= 0 and rest >= 0 and copy > 0 and layer + rest + copy < inf):
+        raise UsageError(
+            f"--pace {text!r} must be three numbers of milliseconds: to compute a layer, for the rest of a token, to copy an "
+            "expert (3.2,25,1.6)"
+        )
+    return Pace(layer, rest, copy)
 
 
 def _split(name: str) -> Split:
@@ -148,13 +175,19 @@ def _print(trace: RouteTrace, sizes: dict[str, int], found: dict[str, dict[str, 
         )
     for name, by_size in found.items():
         cells = [_cell(result) for result in by_size.values()]
-        table.add_row(f"{name}, knows the future" if name == OPTIMUM else name, *cells)
+        table.add_row(f"{name}, knows the future" if name in OPTIMA else name, *cells)
     Console().print(table)
 
 
 def _cell(result: Replayed) -> str:
-    loads = f", {100 * result.loads / result.all.lookups:.1f} loads" if result.prefetched else ""
-    return f"{result.decode.percent:.1f} ({result.all.percent:.1f}{loads})"
+    said = [f"{result.all.percent:.1f}"]
+    if result.prefetched:
+        said.append(f"{100 * result.loads / result.all.lookups:.1f} loads")
+    if result.late:
+        said.append(f"{100 * result.late / result.all.lookups:.1f} late")
+    if result.token_s is not None and result.wait_s is not None:
+        said.append(f"{1e3 * result.token_s:.1f} ms a token, {1e3 * result.wait_s:.1f} waiting")
+    return f"{result.decode.percent:.1f} ({', '.join(said)})"
 
 
 def as_json(
@@ -176,6 +209,9 @@ def as_json(
                     "loads": result.loads,
                     "demand_misses": result.misses,
                     "bytes_read": result.loaded_bytes if known else None,
+                    "late": result.late,
+                    "token_s": result.token_s,
+                    "wait_s": result.wait_s,
                 }
                 for label, result in by_size.items()
             }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from huorn.commands.model_choice import ModelChoice, context_cost, describe
 from huorn.commands.output import ModelText, argument_text, check_json_path, note, read_stdin, write_json
+from huorn.commands.slot_stats import SlotStats
 from huorn.engine.generate import Generation, GenerationStats, check_limits
 from huorn.engine.process import started_at
 from huorn.engine.sampling import SamplingSettings
@@ -40,8 +41,12 @@ def run(
         out.close_line()
         stats = generation.stats
         note(f"{speed_line(stats)}, {context_cost(session)}")
+        slots = SlotStats.of(session)
+        for line in [] if slots is None else slots.lines():
+            note(line)
         settings = {"max_tokens": max_tokens, "stop": stop, **asdict(sampling), **describe(session)}
-        write_json(json_path, {**asdict(stats), "settings": settings})
+        used = {} if slots is None else {"slots": asdict(slots)}
+        write_json(json_path, {**asdict(stats), **used, "settings": settings})
 
 
 def speed_line(stats: GenerationStats) -> str:

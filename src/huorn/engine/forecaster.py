@@ -50,16 +50,16 @@ class Forecaster:
         self._every = np.full((len(decoder.layers), *shape[1:]), np.nan, dtype=np.float32)
         self._owner: object = None
         self._sequence = self._new_sequence()
-        self._forecast: Forecast | None = None
+        self.forecast: Forecast | None = None
 
     def before(self, owner: object, next_id: int) -> None:
         """The next token of `owner`'s sequence is chosen and not yet read: forecasts what it will use."""
         start = time.perf_counter()
-        self._forecast = None
+        self.forecast = None
         if owner is self._owner and self.control.wants_forecast:
             kept = self._decoder.kept_rows()
-            self._forecast = None if kept is None else self._score(kept, next_id)
-        used = self._forecast if self.control.uses_forecasts else None
+            self.forecast = None if kept is None else self._score(kept, next_id)
+        used = self.forecast if self.control.uses_forecasts else None
         self._cache.foresee(used, 0 if used is None else self.control.most)
         self.control.spend(time.perf_counter() - start)
 
@@ -80,7 +80,7 @@ class Forecaster:
         prior *= np.float32(self._beta)
         prior[np.arange(len(prior))[:, None], came] += np.float32(1.0 - self._beta)
         if own.previous is not None:
-            said = None if self._forecast is None else self._probabilities[:, 0].numpy()
+            said = None if self.forecast is None else self._probabilities[:, 0].numpy()
             self.control.ended(said, own.previous.numpy()[self._heads], came, start)
         self.control.spend(time.perf_counter() - start)
 

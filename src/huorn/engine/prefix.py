@@ -34,6 +34,7 @@ class PrefixState:
     def __init__(self, decoder: LanguageModel, context: int, forecaster: Forecaster | None = None) -> None:
         self._decoder = decoder
         self._forecaster = forecaster
+        self._name = object()  # of this sequence, for the forecaster, which must not keep the state alive
         self._state = DecodeState.new(decoder.config, context, decoder.precision)
         self._ids: list[int] = []
         self._start = self._end = _Point(0, self._state.conv, self._state.recurrent)
@@ -60,16 +61,16 @@ class PrefixState:
         assignment, and what was written past a point counts for nothing.
         """
         if self._forecaster is not None:
-            self._forecaster.forget(self)
+            self._forecaster.forget(self._name)
         return self._read(ids)
 
     def decode(self, token_id: int) -> NextToken:
         """`read` of one id that was chosen after the last one read: with forecasts, copies of what it will use begin first."""
         if self._forecaster is None:
             return self._read([token_id])
-        self._forecaster.before(self, token_id)
+        self._forecaster.before(self._name, token_id)
         token = self._read([token_id])
-        self._forecaster.after(self, token_id)
+        self._forecaster.after(self._name, token_id)
         return token
 
     def _read(self, ids: Sequence[int]) -> NextToken:
@@ -86,7 +87,7 @@ class PrefixState:
 
     def _go_to(self, point: _Point) -> None:
         if self._forecaster is not None:
-            self._forecaster.forget(self)
+            self._forecaster.forget(self._name)
         state = self._state
         state.position, state.conv, state.recurrent = point.length, point.conv, point.recurrent
         del self._ids[point.length :]

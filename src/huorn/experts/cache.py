@@ -74,10 +74,13 @@ class ExpertCache:
         self._experts = self.store.checkpoint.config.num_experts
         self._layers = self.store.checkpoint.config.num_hidden_layers
         self._looked_at = np.zeros(self._experts * self._layers, dtype=bool)
-        # Keys of the layer call at hand that are not computed yet: they keep their slots.
+        # Keys of the layer call at hand that are not computed yet: they keep their slots. Others keep them while there are better.
         self._needed: set[int] = set()
+        self._spared: tuple[Container[int], ...] = ()
         # Keys under way that nobody waits for, in the order of submission.
         self._prefetching: dict[int, None] = {}
+        # Keys under way: the policy counts their slots, and nobody can have them.
+        self._loading: set[int] = set()
         self._ghost: GhostCache | None = None
         self._likely: NDArray[np.float32] | None = None  # of use by the token at hand, by layer and expert
 
@@ -132,24 +135,24 @@ class ExpertCache:
         ghost, self._ghost = self._ghost, None
         return 0 if ghost is None else ghost.misses
 
-    def _bring(self, key: int, likely: float, protected: Container[int]) -> bool:
-        """Whether the copy of an expert that will be used with this probability could begin ahead of need."""
+    def _bring(self, key: int, likely: float, protected: Container[int], running: int = -1) -> bool:
+        """Whether the copy of an expert that will be used with this probability could begin ahead of need; layers up to `running`
+        have routed the token at hand."""
         layer = key // self._experts
         if not self.slots.free:
-            victim = self.policy.victim(layer, protected)
-            if victim is None or self._is_likelier(victim, layer, key, likely):
+            victim = self.policy.victim(layer, _Either(protected, self._loading))
+            if victim is None or self._is_likelier(victim, key, likely, running):
                 return False
-            self.policy.drop(victim)
-            self.slots.clear(victim)
+            self._leave(victim)
         self._submit(key, demand=False)
         self.brought.add(layer, key)
         return True
 
-    def _is_likelier(self, victim: int, layer: int, key: int, likely: float) -> bool:
-        """Whether a resident must not make room for an expert of `layer`."""
+    def _is_likelier(self, victim: int, key: int, likely: float, running: int) -> bool:
+        """Whether a resident must not make room for another expert."""
         if isinstance(self.policy, ForecastPolicy):
             return self.policy.worth(victim) >= max(likely, self.policy.worth(key))
-        if self._likely is None or victim // self._experts < layer:
+        if self._likely is None or victim // self._experts <= running:
             return False
         return bool(self._likely.flat[victim] >= likely)  # NaN is not
 
@@ -160,8 +163,7 @@ class ExpertCache:
     def _take_back(self, keys: Iterable[int]) -> None:
         for key in keys:
             if self.slots.state(key) is SlotState.LOADING and self.reader.cancel(key):
-                self._prefetching.pop(key, None)
-                self.slots.clear(key)
+                self._leave(key)
 
     def _look_ahead(self, layer: int, said: NDArray[np.int32]) -> None:
         """Starts copies of what `layer`, the next one, is about to choose."""
@@ -169,7 +171,9 @@ class ExpertCache:
         keys = dict.fromkeys(first + expert for expert in said.ravel().tolist())
         keep = _Either(self._needed, _Either(self.brought, keys))
         for key in keys:
-            if self.slots.state(key) is SlotState.EMPTY and not self._bring(key, LOOKAHEAD_LIKELY, keep):
+            if self.slots.state(key) is SlotState.EMPTY and not self._bring(
+                key, LOOKAHEAD_LIKELY, keep, layer - 1
+            ):
                 return
 
     def waves(
@@ -202,7 +206,8 @@ class ExpertCache:
         for key in loading:
             self.reader.promote(key)
             self._prefetching.pop(key, None)
-        self._needed = set(keys)
+        self._needed, touched = set(keys), set(keys)
+        self._spared = _Either(touched, self.brought), touched, self._needed
         if self.brought:
             self._pass(layer, self._needed, set(loading))
         streaming = len(ids) >= STREAM_TOKENS and layer + 1 < self._layers
@@ -231,7 +236,7 @@ class ExpertCache:
             if streaming:
                 self._stream(layer + 1)
         finally:
-            self._needed = set()
+            self._needed, self._spared = set(), ()
 
     def warm_up(self, scores: NDArray[np.float64]) -> None:
         """Starts to fill the slots with the experts of the largest scores > 0, float64 [layers, experts], of an earlier
@@ -248,9 +253,8 @@ class ExpertCache:
 
     def _demand(self, layer: int, missing: deque[int], waiting: set[int]) -> None:
         """Starts copies of what is missing, in order, as far as AHEAD and slots allow."""
-        while (
-            missing and len(waiting) < (AHEAD if self.overlap else 1) and self._make_room(layer, self._needed)
-        ):
+        most = AHEAD if self.overlap else 1
+        while missing and len(waiting) < most and self._make_room(layer, *self._spared):
             key = missing.popleft()
             self._submit(key, demand=True)
             waiting.add(key)
@@ -264,37 +268,45 @@ class ExpertCache:
             if len(self._prefetching) >= most:
                 return
             if self.slots.state(key) is SlotState.EMPTY:
-                if not self._make_room(coming - 1, keep):
+                if not self._make_room(coming - 1, keep, keep):
                     return
                 self._submit(key, demand=False)
 
-    def _make_room(self, layer: int, protected: Container[int]) -> bool:
+    def _make_room(self, layer: int, *protected: Container[int]) -> bool:
         """Whether a slot is free, if need be after the policy's victim has left one, or a copy that nobody waits for and that has
-        not started."""
+        not started. Where all others are in the first of `protected`, what the next one does not have may go."""
         if self.slots.free:
             return True
-        victim = self.policy.victim(layer, _Either(protected, self.brought) if self.brought else protected)
-        if victim is None and self._cancel_one():
-            return True
-        if victim is None and (victim := self.policy.victim(layer, protected)) is None:
-            return False
-        self.policy.drop(victim)
-        self.slots.clear(victim)
-        return True
+        for some in protected:
+            victim = self.policy.victim(layer, _Either(some, self._loading))
+            if victim is not None:
+                self._leave(victim)
+                return True
+            if self._cancel_one():
+                return True
+        return False
+
+    def _leave(self, key: int) -> None:
+        """The slot of an expert, to which no copy writes any more, is free."""
+        self.policy.drop(key)
+        self._loading.discard(key)
+        self._prefetching.pop(key, None)
+        self.slots.clear(key)
 
     def _cancel_one(self) -> bool:
         """Whether the last prefetch that had not started yet was taken back. Those that had are dropped too: their slots come
         free when the reader says so."""
         for key in reversed(list(self._prefetching)):
             if self.reader.cancel(key):
-                del self._prefetching[key]
                 self.brought.discard(key)
-                self.slots.clear(key)
+                self._leave(key)
                 return True
         return False
 
     def _submit(self, key: int, demand: bool) -> None:
         start = self.slots.load(key)
+        self.policy.admit(key)
+        self._loading.add(key)
         runs = [
             (self._files[run.file], run.offset, run.nbytes, start + run.place) for run in self.store.runs[key]
         ]
@@ -319,10 +331,9 @@ class ExpertCache:
             self.counts.wait_s += time.perf_counter() - start
         landed, failure = [], None
         for key, error, file, offset in done:
-            self._prefetching.pop(key, None)
             if error == errno.ECANCELED:
                 # Dropped in mid-copy; who came to need it meanwhile finds it EMPTY and asks again.
-                self.slots.clear(key)
+                self._leave(key)
                 continue
             if error:
                 found: CheckpointError | None = read_error(
@@ -331,13 +342,14 @@ class ExpertCache:
             else:
                 found = self._damage(key)
             if found is None:
+                self._loading.discard(key)
+                self._prefetching.pop(key, None)
                 self.slots.ready(key)
-                self.policy.admit(key)
                 self.counts.copies += 1
                 self.counts.bytes_copied += sum(self.store.part_bytes)
                 landed.append(key)
                 continue
-            self.slots.clear(key)
+            self._leave(key)
             if key in self._needed:
                 failure = found
         if failure is not None:
@@ -348,8 +360,7 @@ class ExpertCache:
         """Empties slots whose copy has ended without this thread having heard: Ctrl-C can come between the reader's answer and
         its first line here."""
         for key in self.slots.loading():
-            self.slots.clear(key)
-        self._prefetching.clear()
+            self._leave(key)
 
     def _damage(self, key: int) -> CheckpointError | None:
         """An error when an expert that lands for the first time holds a NaN code. Later landings are the same bytes: the reader

@@ -70,7 +70,7 @@ def plot_replay(
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     try:
         for name, values in curves.items():
-            style = "k:" if name == "belady" else "-"
+            style = "k:" if name.startswith("belady") else "-"
             label = "optimum without prefetch (belady)" if name == "belady" else name
             axes.plot([100 * share for share in shares], values, style, marker=".", label=label)
         axes.set(title=title, xlabel="% of all experts in slots", ylabel="hits in decode, %", ylim=(0, 100))

@@ -42,11 +42,14 @@ class Replayed:
     decode: Count
     loaded_bytes: int
     prefetched: int = 0
+    late: int = 0  # lookups that found a copy ahead under way
+    token_s: float | None = None  # of a timed replay
+    wait_s: float | None = None
 
     @property
     def misses(self) -> int:
-        """Lookups that had to wait for a load."""
-        return self.all.lookups - self.all.hits
+        """Lookups that had to wait for a load that began then."""
+        return self.all.lookups - self.all.hits - self.late
 
     @property
     def loads(self) -> int:
@@ -99,6 +102,41 @@ def replay_policy(trace: RouteTrace, name: str, capacity_bytes: int) -> Replayed
     """
     slots = capacity_bytes * trace.layers // sum(trace.expert_bytes)
     return replay(trace, make_policy(name, trace.layers, trace.experts, slots), capacity_bytes)
+
+
+def replay_bypass(trace: RouteTrace, capacity_bytes: int) -> Replayed:
+    """The bound of caches that need not keep what they load: after each call those stay whose next use is soonest.
+
+    Exact where all experts have one size. Raises UsageError as `replay`.
+    """
+    if capacity_bytes < max(trace.expert_bytes):
+        raise UsageError(
+            f"a cache of {capacity_bytes} bytes has no room for an expert of {max(trace.expert_bytes)}"
+        )
+    valuation = _NextUse(trace.calls, trace.layers, trace.experts)
+    policy = GlobalPolicy("bypass", valuation)
+    resident: set[int] = set()
+    used = loaded = 0
+    lookups, hits = [0, 0], [0, 0]
+    for call in trace.calls:
+        policy.use(call.layer, call.ids)
+        first, size = call.layer * trace.experts, trace.expert_bytes[call.layer]
+        touched = dict.fromkeys(first + expert for expert in call.ids.ravel().tolist())
+        lookups[call.decode] += len(touched)
+        for key in touched:
+            if key in resident:
+                hits[call.decode] += 1
+                continue
+            policy.admit(key)
+            resident.add(key)
+            used, loaded = used + size, loaded + size
+        while used > capacity_bytes:
+            leaving = policy.victim(call.layer, ())
+            assert leaving is not None
+            policy.drop(leaving)
+            resident.remove(leaving)
+            used -= trace.expert_bytes[leaving // trace.experts]
+    return Replayed(Count(sum(lookups), sum(hits)), Count(lookups[True], hits[True]), loaded)
 
 
 def replay_belady(trace: RouteTrace, capacity_bytes: int) -> Replayed:
