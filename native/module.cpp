@@ -148,6 +148,7 @@ NB_MODULE(_native, m) {
       .def("attention", &Step::attention, "layer"_a, "router"_a.none(), "number"_a)
       .def("look_ahead", &Step::look_ahead, "ids"_a)
       .def("run", &Step::run, "layers"_a, "first"_a)
+      .def("run_ready", &Step::run_ready, "layers"_a, "number"_a)
       .def("run_plan", &Step::run_plan, "layer"_a, "pairs"_a, "pair_count"_a, "chunks"_a, "chunk_count"_a, "top_k"_a,
            "with_shared"_a)
       .def("combine", &Step::combine, "top_k"_a, "hidden"_a, nb::call_guard<nb::gil_scoped_release>());

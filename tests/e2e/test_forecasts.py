@@ -118,7 +118,7 @@ def test_the_demo_shows_the_same_text_three_times() -> None:
     done = huorn("demo", env={"COLUMNS": "120"})
     assert done.code == 0, done.stderr
     lines = done.stdout.splitlines()
-    rows = [line for line in lines if "a quarter in slots" in line or "all in RAM" in line]
+    rows = [line for line in lines if "a quarter" in line or "all in RAM" in line]
     assert len(rows) == 3
     assert "100.0 %" in rows[2]
     shares = [float(row.split("%")[0].split()[-1]) for row in rows]

@@ -23,7 +23,7 @@ PROMPT = "def quicksort(items):"
 SAMPLING = SamplingSettings(temperature=0.7, top_p=0.9, repetition_penalty=1.1, seed=3)
 TOKENS, CONTEXT, SHARE = 128, 512, 0.25
 WAYS = {
-    "a quarter in slots, forecasts": Residency(slots=SHARE),
+    "a quarter, forecasts": Residency(slots=SHARE),
     "a quarter in slots": Residency(slots=SHARE, forecasting=Forecasting(OFF)),
     "all in RAM": Residency(),
 }
@@ -46,7 +46,7 @@ def demo() -> None:
         if shown[name].text != first.text:
             raise HuornError(f"{name} gave another text: this must never be; please report it")
     table = Table(title=f"{len(shown)} times the same {TOKENS} tokens", title_justify="left")
-    for column in ("experts", "tok/s", "found in a slot", "from disk per token", "waiting per token"):
+    for column in ("experts", "tok/s", "in a slot", "disk/token", "wait/token"):
         table.add_column(column, justify="left" if column == "experts" else "right")
     for name, one in shown.items():
         table.add_row(name, f"{one.tok_s:.1f}", *_cells(one))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -189,17 +189,14 @@ class ExpertCache:
         if self._ghost is not None:
             self._ghost.call(layer, ids)
         first = layer * self._experts
-        active, counts = np.unique(ids, return_counts=True)
-        keys = [first + expert for expert in active.tolist()]
-        states = [self.slots.state(key) for key in keys]
-        resident = [key for key, state in zip(keys, states, strict=True) if state is SlotState.READY]
-        loading = [key for key, state in zip(keys, states, strict=True) if state is SlotState.LOADING]
-        order = sorted(
-            (-count, key)
-            for key, state, count in zip(keys, states, counts.tolist(), strict=True)
-            if state is SlotState.EMPTY
-        )
-        missing = deque(key for _, key in reversed(order))  # the busiest last: they stay
+        counts = Counter(ids.ravel().tolist())
+        keys = {first + expert: self.slots.state(first + expert) for expert in counts}
+        resident = [key for key, state in keys.items() if state is SlotState.READY]
+        loading = [key for key, state in keys.items() if state is SlotState.LOADING]
+        empty = [key for key, state in keys.items() if state is SlotState.EMPTY]
+        missing = deque(
+            sorted(empty, key=lambda key: (counts[key - first], -key))
+        )  # the busiest last: they stay
         self.counts.hits += len(resident)
         self.counts.loading_hits += len(loading)
         self.counts.misses += len(missing)

@@ -92,7 +92,7 @@ class ExpertStore:
 
     def addresses(self, key: int, slot: int) -> list[int]:
         """Row of the kernels' table for an expert in the slot at this address: gate, up, down, then their scales."""
-        row = [slot + int(place) for place in self.parts[key]]
+        row = [slot + place for place in self.parts[key].tolist()]
         if self.scales is None:
             return [*row, 0, 0, 0]
         table, (gate, up, _) = self.scales

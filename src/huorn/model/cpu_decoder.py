@@ -269,9 +269,9 @@ class CpuDecoder:
                 self.experts.used(number, routed[number])
             if stop == count:
                 return
-            self._run_experts(
-                step, stop, routed[stop], said[stop] if looks_ahead and stop + 1 < count else None
-            )
+            coming = said[stop] if looks_ahead and stop + 1 < count else None
+            for _ in self.experts.waves(stop, routed[stop], coming):
+                step.run_ready(self.native_layers, stop)
             start = stop + 1
 
     def _run_layers(self, step: _native.Step, buffers: Buffers, tokens: int) -> None:
@@ -289,14 +289,11 @@ class CpuDecoder:
                 self.tap.layer(number, hidden, logits, ids, weights)
             self._run_experts(step, number, ids)
 
-    def _run_experts(
-        self, step: _native.Step, number: int, ids: NDArray[np.int32], said: NDArray[np.int32] | None = None
-    ) -> None:
-        """x += routed experts + gated shared expert, those first that are ready. ids int32 [T, K] are the router's choice, said
-        what the next layer may choose."""
+    def _run_experts(self, step: _native.Step, number: int, ids: NDArray[np.int32]) -> None:
+        """x += routed experts + gated shared expert, those first that are ready. ids int32 [T, K] are the router's choice."""
         plan, experts, top_k = self.plan(ids), self.layers[number].experts, ids.shape[1]
         shared = True
-        for ready in self.experts.waves(number, ids, said):
+        for ready in self.experts.waves(number, ids):
             if shared or ready:
                 part = plan.only(ready)  # alive while the kernels read it
                 step.run_plan(experts, *part.addresses, top_k, shared)
