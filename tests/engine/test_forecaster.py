@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -154,13 +153,13 @@ def test_an_id_without_a_row_has_no_forecast(session: Session) -> None:
 
 
 @pytest.fixture
-def copied(tmp_path: Path) -> Iterator[Path]:
+def copied(tmp_path: Path) -> Path:
     """The embedded bank, to be damaged."""
     folder = tmp_path / "bank"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((EMBEDDED_BANK / name).read_bytes())
-    yield folder
+    return folder
 
 
 def test_a_bank_of_another_model_is_named(copied: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from huorn._native import Reader
+
 from .memory import BLOCK, Piece, Room, room_for
 from .native import MIB, SIZES, busy_reader, bytes_of, landed, many_small, open_reader
 
@@ -261,3 +263,38 @@ def test_a_key_is_under_way_until_wait_returned_it(files: list[Path], engine: st
     assert landed(reader) == [(9, 0, 0, 0)]
     reader.submit(9, segments, True)
     assert landed(reader) == [(9, 0, 0, 0)]
+
+
+# ---- a part of the lanes for prefetches, and a slower link ----
+
+
+def test_prefetches_have_a_part_of_the_lanes_and_all_land(tmp_path: Path, engine: str) -> None:
+    """One lane of four for them; promoted ones get the others, in mid-copy too."""
+    path, nbytes = tmp_path / "sparse", 4 * MIB
+    path.touch()
+    os.truncate(path, nbytes)
+    for promoted in (False, True):
+        reader, room = Reader(4, 64 << 10, False, engine == "io_uring", ahead_lanes=1), Room(3 * nbytes)
+        reader.add_file(str(path))
+        for key in range(3):
+            reader.submit(key, [(0, 0, nbytes, room.address + key * nbytes)], False)
+        if promoted:
+            assert all(reader.promote(key) for key in range(3))
+        assert sorted(landed(reader)) == [(key, 0, 0, 0) for key in range(3)]
+        assert reader.busy_s > 0
+
+
+def test_a_slower_link_takes_its_time_and_demand_overtakes(tmp_path: Path) -> None:
+    path, nbytes = tmp_path / "sparse", MIB
+    path.touch()
+    os.truncate(path, nbytes)
+    reader, room = Reader(4, 64 << 10, False, False, ahead_lanes=1, link_bytes_s=10e6), Room(2 * nbytes)
+    reader.add_file(str(path))
+    start = time.perf_counter()
+    reader.submit(0, [(0, 0, nbytes, room.address)], False)
+    time.sleep(0.01)
+    reader.submit(1, [(0, 0, 128 << 10, room.address + nbytes)], True)
+    assert [key for key, *_ in landed(reader)] == [1, 0]
+    took = time.perf_counter() - start
+    assert took >= (nbytes + (128 << 10)) / 10e6
+    assert 0.9 * took - 0.01 < reader.busy_s < took

@@ -1,4 +1,4 @@
-"""Replay as the engine goes: against plain simulations, against the engine itself, and what perfect and wrong forecasts must do."""
+"""Replay as the engine goes: against plain simulations and the engine itself, and what perfect and wrong forecasts must do."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def simulated(
         before = count.copy()
 
         def least(barred: set[tuple[int, int]], worth: NDArray[np.float64] = worth) -> tuple[int, int] | None:
-            return min(resident - barred, key=lambda one: (worth[one], one), default=None)
+            return min(resident - barred, key=lambda expert: (worth[expert], expert), default=None)
 
         if said is not None:
             wanted = []

@@ -51,7 +51,8 @@ def uses_bank(arm: str) -> bool:
 
 
 class ArmRun(BaseModel):
-    """What one process does. A bank that it `holds` is loaded and not used, so that arms with and without one are equally large."""
+    """What one process does. A bank that it `holds` is loaded and not used, so that arms with and without one are equally
+    large."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -65,8 +65,8 @@ def interval(gains: Sequence[float]) -> tuple[float, float]:
 
 
 def gate(base: ArmResult, other: ArmResult, model_bytes: int, compare_peaks: bool) -> str | None:
-    """Why two runs can not be compared; None when they can. Peaks are not compared with an arm that lives in the page cache: it takes
-    what its cgroup allows, which no other arm passes either."""
+    """Why two runs can not be compared; None when they can. Peaks are not compared with an arm that lives in the page cache: it
+    takes what its cgroup allows, which no other arm passes either."""
     largest = max(base.peak_bytes, other.peak_bytes)
     if compare_peaks and abs(base.peak_bytes - other.peak_bytes) > GATE * largest:
         return f"peak memory {base.peak_bytes:,} and {other.peak_bytes:,} bytes"
@@ -85,9 +85,9 @@ def run_pairs(
 ) -> list[Comparison]:
     """`count` pairs of runs[0] with each other arm and with itself (NOISE), round by round.
 
-    Pair n takes the prompts n, n + count, n + 2 count, ..., so that all pairs of an arm together take each once, or prompt n modulo
-    their number; in odd rounds the other arm goes first. `judge` says why a pair is void; it is then run again, RETRIES times at
-    most. HuornError when two runs gave different tokens.
+    Pair n takes the prompts n, n + count, n + 2 count, ..., so that all pairs of an arm together take each once, or prompt n
+    modulo their number; in odd rounds the other arm goes first. `judge` says why a pair is void; it is then run again, RETRIES
+    times at most. HuornError when two runs gave different tokens.
     """
     base = runs[0]
     others = [*((run.arm, run) for run in runs[1:]), (NOISE, base)]

@@ -77,8 +77,8 @@ def markdown(title: str, command: str, base: str, found: Sequence[Comparison]) -
             )
     lines += [
         "",
-        "Medians per decoded token over all pairs that count. Late: a copy ahead was under way. Of the limit: time per token over "
-        "max(kernels, bytes from disk over what the disk gave beside the runs).",
+        "Medians per decoded token over all pairs that count. Late: a copy ahead was under way. Of the limit: time per token "
+        "over max(kernels, bytes from disk over what the disk gave beside the runs).",
         "",
         f"| against {base} | pairs | median gain | 95 % interval | wins |",
         "|---|---|---|---|---|",
@@ -89,7 +89,8 @@ def markdown(title: str, command: str, base: str, found: Sequence[Comparison]) -
         if said["pairs"]:
             gain, low, high = (100 * float(said[key]) for key in ("gain", "low", "high"))
             lines.append(
-                f"| {name} | {said['pairs']} ({said['void']} void) | {gain:+.1f} % | {low:+.1f} to {high:+.1f} % | {said['wins']} |"
+                f"| {name} | {said['pairs']} ({said['void']} void) | {gain:+.1f} % | {low:+.1f} to {high:+.1f} % | "
+                f"{said['wins']} |"
             )
         else:
             lines.append(f"| {name} | 0 ({said['void']} void) | | | |")

@@ -41,8 +41,8 @@ class SlotStats:
         """For stderr: what was found, what forecasts did, and what was decided about them."""
         share = 100 * self.hits / self.lookups if self.lookups else 0.0
         found = [
-            f"{share:.1f} % of {self.lookups:,} experts were in one of {self.slots:,} slots, {format_bytes(self.disk_bytes)} came "
-            f"from disk, {self.wait_s:.2f} s of waiting"
+            f"{share:.1f} % of {self.lookups:,} experts were in one of {self.slots:,} slots, "
+            f"{format_bytes(self.disk_bytes)} came from disk, {self.wait_s:.2f} s of waiting"
         ]
         if self.forecast_s:
             used = f", {self.copies_ahead_used:,} of them used" if self.copies_ahead else ""

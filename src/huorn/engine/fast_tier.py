@@ -57,8 +57,9 @@ def plan_fast_tier(
 ) -> FastTier:
     """From headers alone: no tensor is read.
 
-    Everything fits: all experts are resident, and no predictor is needed. Otherwise slots take what --memory leaves, or as many as --slots says, or nine
-    tenths of what this machine has free. UsageError, with the bytes it would take, when a model can not run in that.
+    Everything fits: all experts are resident, and no predictor is needed. Otherwise slots take what --memory leaves beside
+    `predictor_bytes`, or as many as --slots says, or nine tenths of what this machine has free. UsageError, with the bytes it
+    would take, when a model can not run in that.
     """
     config = checkpoint.config
     experts, top_k = config.num_hidden_layers * config.num_experts, config.num_experts_per_tok

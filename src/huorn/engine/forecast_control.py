@@ -1,8 +1,10 @@
 """Whether forecasts pay: how many copies ahead a token may start, and when a bank is left alone for a while.
 
-For some tokens now and then it is counted what they save: misses that the best policy without forecasts would have had (GhostCache)
-less those that were left, times the wait for one; and what they cost, the time that went into them. A bank that saves less than it
-costs, or names fewer of the experts that come than repeating the last token's would, is left alone, then tried again.
+For some tokens now and then it is counted what they save: misses that the best policy without forecasts would have had
+(GhostCache) less those that were left, times what a miss costs, which is the slope of tokens' times over their misses; and what
+they cost: the time that went into them, but for starting copies that were used, which would have been started later without them.
+A bank that saves less than it costs, or names fewer of the experts that come than repeating the last token's would, is left alone,
+then tried again.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ WINDOW = 32  # tokens of which savings are counted
 BETWEEN = 256  # tokens from one window to the next while forecasts pay
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024  # tokens that a bank is left alone
 FIRST_MOST = 8  # copies ahead per token at the start
+REMEMBERED = 64  # tokens that say what a miss costs
 EVERY = 8  # tokens after which the number of copies follows what became of them
 MOST_USED, FEW_USED = (
     0.3,
@@ -44,6 +47,27 @@ class _Counts:
     read_bytes: int
     busy_s: float
     spent_s: float
+    begin_s: float
+
+
+class MissCost:
+    """Seconds that one more miss adds to a token: the slope of a line through (misses, time) of tokens, older ones counting
+    less."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of 1, x, y, x x, x y
+
+    def add(self, misses: float, seconds: float) -> None:
+        """One token."""
+        new = np.array([1.0, misses, seconds, misses * misses, misses * seconds])
+        self._sums = (1 - 1 / REMEMBERED) * self._sums + new
+
+    @property
+    def seconds(self) -> float:
+        """0 where tokens say nothing: too few, or all with as many misses."""
+        n, x, y, xx, xy = self._sums.tolist()
+        spread = n * xx - x * x
+        return max(0.0, (n * xy - x * y) / spread) if n > 8 and spread > 1e-6 * n * n else 0.0
 
 
 @dataclass(eq=False)
@@ -65,6 +89,7 @@ class ForecastControl:
         self._window: _Counts | None = None  # where the one at hand began
         self._until_window = 0
         self._last: _Counts | None = None
+        self._miss_cost, self._then = MissCost(), (0, 0.0)
 
     @property
     def uses_forecasts(self) -> bool:
@@ -95,6 +120,10 @@ class ForecastControl:
         self.tokens += 1
         if self.fixed is not None:
             return
+        misses, then = self.cache.counts.misses, self._then
+        self._then = misses, now
+        if then[1]:
+            self._miss_cost.add(misses - then[0], now - then[1])
         if said is not None and self._looks < FIRST_LOOK:
             self._looks += 1
             self._named += _share_named(said, came)
@@ -120,20 +149,27 @@ class ForecastControl:
         elif self._window is not None and self._until_window <= 0:
             before, after = self._window, self._counts(now)
             self._window, self._until_window = None, BETWEEN
-            saved, cost = self._saved(before, after), (after.spent_s - before.spent_s) / WINDOW
+            saved, cost = self._saved(before, after), self._cost(before, after)
             if saved < cost:
                 self._rest(f"forecasts saved about {1e3 * saved:.2f} ms a token and cost {1e3 * cost:.2f}")
             else:
                 self._pause = FIRST_PAUSE
 
     def _saved(self, before: _Counts, after: _Counts) -> float:
-        """Seconds per token of the window: misses less than without forecasts, each as long as the wait for one that was left."""
+        """Seconds per token of the window: misses less than without forecasts, times what one costs, at least its wait."""
         ghost = self.cache.end_ghost()
         misses, late = after.misses - before.misses, after.late - before.late
         read = after.read_bytes - before.read_bytes
         copy_s = self.expert_bytes * (after.busy_s - before.busy_s) / read if read else 0.0
         wait_s = (after.wait_s - before.wait_s) / (misses + late) if misses + late else copy_s / 2
-        return (ghost - misses - late / 2) * wait_s / WINDOW
+        return (ghost - misses - late / 2) * max(wait_s, self._miss_cost.seconds) / WINDOW
+
+    def _cost(self, before: _Counts, after: _Counts) -> float:
+        """Seconds per token of the window."""
+        begun, used = after.begun - before.begun, after.used - before.used
+        in_vain = 1 - used / begun if begun else 0.0
+        begin_s = after.begin_s - before.begin_s
+        return (after.spent_s - before.spent_s - (1 - in_vain) * begin_s) / WINDOW
 
     def _set_most(self, now: float) -> None:
         """Never more copies than the disk can do beside demand copies."""
@@ -178,7 +214,7 @@ class ForecastControl:
         cache, brought = self.cache, self.cache.brought.counts
         return _Counts(
             now, brought.begun, brought.used, cache.counts.misses, cache.counts.loading_hits, cache.counts.wait_s,
-            cache.reader.bytes_read, cache.reader.busy_s, self.spent_s,
+            cache.reader.bytes_read, cache.reader.busy_s, self.spent_s, brought.begin_s,
         )  # fmt: skip
 
 

@@ -32,7 +32,8 @@ class _Sequence:
 class Forecaster:
     """One sequence at a time: `before` and `after` each decode step of it, `forget` at anything else.
 
-    A forecast exists from the second decode step on: what the first one's routers read and made is its input. It moves bytes alone.
+    A forecast exists from the second decode step on: what the first one's routers read and made is its input. It moves bytes
+    alone.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class ExpertCache:
         self._experts = self.store.checkpoint.config.num_experts
         self._layers = self.store.checkpoint.config.num_hidden_layers
         self._looked_at = np.zeros(self._experts * self._layers, dtype=bool)
-        # Keys of the layer call at hand that are not computed yet: they keep their slots. Others keep them while there are better.
+        # Keys of the layer call at hand that are not computed yet: they keep their slots. Who else does while others can go.
         self._needed: set[int] = set()
         self._spared: tuple[Container[int], ...] = ()
         # Keys under way that nobody waits for, in the order of submission.
@@ -109,8 +109,8 @@ class ExpertCache:
             self._pass(layer, {layer * self._experts + expert for expert in experts}, set())
 
     def foresee(self, forecast: Forecast | None, most: int = 0) -> None:
-        """Between two tokens: what the next one will use, or None. Starts at most `most` copies, as `prefetch` chooses, into slots
-        whose experts are less likely to be used."""
+        """Between two tokens: what the next one will use, or None. Starts at most `most` copies, as `prefetch` chooses, into
+        slots whose experts are less likely to be used."""
         self.settle()
         self._take_back(self.brought.forget())
         if isinstance(self.policy, ForecastPolicy):
@@ -118,10 +118,12 @@ class ExpertCache:
         self._likely = None if forecast is None else forecast[:, 0]
         if self._likely is None or self.prefetch is None or not most:
             return
-        there = self.slots.ready_mask
-        for key in self.prefetch.wanted(self._likely, there, min(most, self.slots.count // 4)):
+        wanted = self.prefetch.wanted(self._likely, self.slots.ready_mask, min(most, self.slots.count // 4))
+        start = time.perf_counter()
+        for key in wanted:
             if self.slots.state(key) is SlotState.EMPTY:
-                self._bring(key, float(self._likely.flat[key]), _Either(self.brought, ()))
+                self._bring(key, float(self._likely.flat[key]), self.brought)
+        self.brought.counts.begin_s += time.perf_counter() - start
 
     def start_ghost(self) -> None:
         """Counts from now on what the best policy without forecasts would miss."""

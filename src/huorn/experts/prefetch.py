@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from huorn.errors import UsageError
 
-# From this probability of use on a copy ahead is more likely than not to save a wait that takes longer than the copy costs others:
-# replay of seedling's test texts has its least misses at 110 % of LRU's loads between 0.1 and 0.2.
+# From this probability of use on a copy ahead pays: replay of seedling's test texts has its least misses at 110 % of LRU's loads
+# between 0.1 and 0.2.
 THRESHOLD = 0.15
 DEFAULT_CAPS = "3"
 # The published bank's: more for late layers, whose copies have more time.
@@ -72,6 +72,7 @@ class PrefetchCounts:
     used: int = 0  # by the call that they were meant for
     late: int = 0  # of those: not complete when it asked
     unused: int = 0
+    begin_s: float = 0.0  # spent on starting those that a forecast named
 
 
 @dataclass

@@ -50,8 +50,8 @@ class ExpertTable(Protocol):
         self, layer: int, ids: NDArray[np.int32], said: NDArray[np.int32] | None = None
     ) -> Iterator[list[int]]:
         """Groups of the experts in ids i32 [T, K], each group's rows valid until the next is asked for, all of them in the end;
-        the first group may be empty. `said` i32 [T, K] is what the next layer's router makes of this layer's input, where that was
-        asked for. CheckpointError when an expert is damaged or can not be read."""
+        the first group may be empty. `said` i32 [T, K] is what the next layer's router makes of this layer's input, where that
+        was asked for. CheckpointError when an expert is damaged or can not be read."""
         ...
 
 

@@ -38,15 +38,16 @@ class NativeFeatures:
     ) -> None:  # fmt: skip
         """Fills `x` bf16 [H, F] and `base` bf16 [H, D].
 
-        hidden f32 [L, D] is what routers read, logits f32 [L, E], routed and previous i32 [L, K] (None: there was none), prior f32
-        [H, E] after this token, step its decode step, rows bf16 [W] of its id and the next one's in the token table. All
+        hidden f32 [L, D] is what routers read, logits f32 [L, E], routed and previous i32 [L, K] (None: there was none), prior
+        f32 [H, E] after this token, step its decode step, rows bf16 [W] of its id and the next one's in the token table. All
         contiguous, of these dtypes.
         """
-        limit, scale = self._contract.position_limit, self._contract.position_scale
+        limit = self._contract.position_limit
+        position = (step + 1 if limit is None else min(step + 1, limit)) / self._contract.position_scale
         if previous is None and self._contract.first_step == "expert_zero":
             previous = self._first
         self._runtime.head_features(
             self._what, hidden.data_ptr(), logits.data_ptr(), routed.data_ptr(), 0 if previous is None else previous.data_ptr(),
-            prior.data_ptr(), rows[0].data_ptr(), rows[1].data_ptr(), (step + 1 if limit is None else min(step + 1, limit)) / scale,
+            prior.data_ptr(), rows[0].data_ptr(), rows[1].data_ptr(), position,
             self.x.data_ptr(), self.base.data_ptr(),
         )  # fmt: skip

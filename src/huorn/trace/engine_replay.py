@@ -1,12 +1,12 @@
 """Replay of recorded routing as the engine's cache would go through it, with forecasts and, on request, with time.
 
-Counted as in replay.py, and decided by the engine's own classes: before a decode step the forecast made at the end of the step before
-starts copies (PrefetchRule), in the order of layers, into places of experts that are less likely to be used; a copy in vain is taken
-back once its layer has run, if it has not begun; what was brought for a layer keeps its place until then.
+Counted as in replay.py, and decided by the engine's own classes: before a decode step the forecast made at the end of the step
+before starts copies (PrefetchRule), in the order of layers, into places of experts that are less likely to be used; a copy in
+vain is taken back once its layer has run, if it has not begun; what was brought for a layer keeps its place until then.
 
-With a `Pace` copies take time. The link does one stripe after the other, demand before prefetch; a layer computes while its misses
-are copied, and its last expert's share of the compute comes behind the last copy. An expert whose copy is under way when its layer
-asks is counted as late. Without one a copy has landed when it begins: what an infinitely fast link would give.
+With a `Pace` copies take time. The link does one stripe after the other, demand before prefetch; a layer computes while its
+misses are copied, and its last expert's share of the compute comes behind the last copy. An expert whose copy is under way when
+its layer asks is counted as late. Without one a copy has landed when it begins: what an infinitely fast link would give.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ STRIPES = 6  # of an expert of 3 MB (huorn.experts.reader.STRIPE_BYTES): what a 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds: `layer_s` to compute a layer, `rest_s` for the rest of a token (lm_head, sampling, scoring), `copy_s` per expert."""
+    """Seconds: `layer_s` to compute a layer, `rest_s` for the rest of a token (lm_head, sampling, scoring), `copy_s` per
+    expert."""
 
     layer_s: float
     rest_s: float
