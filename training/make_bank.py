@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from random import Random
 from typing import Annotated
 
 import typer
 
+from huorn.assets import EMBEDDED_MODEL
+from huorn.checkpoint.config import read_config
 from huorn.files import write_atomically
 from training.make_seedling import step
 
@@ -32,14 +35,19 @@ def main(
     trunk: Annotated[int, typer.Option(help="units of each head's trunk")] = 256,
     epochs: Annotated[int, typer.Option(help="passes over the training rows at most")] = 4,
     profile: Annotated[str, typer.Option(help="features: huorn or card")] = "huorn",
+    drawn: Annotated[
+        int, typer.Option(help="texts of random ids besides, which is how a model of random weights goes on")
+    ] = 0,
 ) -> None:
     """Write prompts, record, train, release."""
     name = "seedling" if model is None else model.name
-    prompts, traces = work / f"prompts_{documents}.jsonl", work / f"traces_{name}_{documents}"
-    run = work / f"run_{name}_{documents}_{profile}_{trunk}"
+    texts = f"{documents}" if not drawn else f"{documents}_{drawn}"
+    prompts, traces = work / f"prompts_{texts}.jsonl", work / f"traces_{name}_{texts}"
+    run = work / f"run_{name}_{texts}_{profile}_{trunk}"
     whose = [] if model is None else ["--model", str(model)]
     if not prompts.exists():
-        write_atomically(prompts, "".join(pieces(work, documents)))
+        vocabulary = read_config(EMBEDDED_MODEL if model is None else model).vocab_size
+        write_atomically(prompts, "".join(pieces(work, documents) + random_texts(drawn, tokens, vocabulary)))
     step(
         "huorn.cli", "trace", "record", "--mode", "teacher", "--prompts", str(prompts), "--out", str(traces),
         "--tokens", str(tokens), *whose,
@@ -52,6 +60,13 @@ def main(
         "huorn.cli", "predictor", "release", str(run), "--traces", str(traces), "--out", str(out), "--repo", name,
         "--notice", NOTICE,
     )  # fmt: skip
+
+
+def random_texts(count: int, tokens: int, vocabulary: int) -> list[str]:
+    """JSONL lines of ids, each as likely as any other; the last hundredth of a vocabulary may be special and is left out."""
+    random = Random(5)
+    each = ([random.randrange(vocabulary * 99 // 100) for _ in range(tokens + 1)] for _ in range(count))
+    return [json.dumps({"ids": ids}) + "\n" for ids in each]
 
 
 def pieces(work: Path, documents: int) -> list[str]:

@@ -12,6 +12,7 @@ from huorn.engine.forecast_control import (
     FIRST_PAUSE,
     WINDOW,
     ForecastControl,
+    MissCost,
     copies_in_idle_time,
 )
 from huorn.engine.forecasting import OFF, Forecasting
@@ -42,24 +43,37 @@ def test_a_bank_that_names_less_than_repeating_does_is_left_alone_then_tried_aga
     control = ForecastControl(cache(), 1000)
     assert control.uses_forecasts
     last = right_and_wrong(0)[2]
-    for step in range(FIRST_LOOK):
-        _, wrong, came = right_and_wrong(step)
-        control.ended(wrong, came, came, float(step))  # repeating is right
+    _, wrong, came = right_and_wrong(0)
+    control.ended(0.0, wrong, came, came)  # repeating is right
     assert not control.uses_forecasts
     assert not control.wants_forecast
+    assert not control.follows
     assert control.log == [
-        f"after 4 tokens forecasts named 0 % of the experts that came, the last token's were 100 %: they are left alone for "
+        f"after 1 tokens forecasts named 0 % of the experts that came, the last token's were 100 %: they are left alone for "
         f"{FIRST_PAUSE} tokens"
     ]
     for step in range(FIRST_PAUSE - FIRST_LOOK):
-        control.ended(None, last, last, float(step))
+        control.ended(float(step), None, last, last)
     assert control.wants_forecast
     assert not control.uses_forecasts
     for step in range(FIRST_LOOK):
         said, _, came = right_and_wrong(step)
-        control.ended(said, 1 - came, came, float(step))
+        control.ended(float(step), said, 1 - came, came)
     assert control.uses_forecasts
     assert control.log[-1].endswith("forecasts are used again")
+
+
+def test_a_bank_that_is_a_little_worse_than_repeating_is_judged_after_four_forecasts() -> None:
+    control = ForecastControl(cache(), 1000)
+    for step in range(FIRST_LOOK):
+        assert control.uses_forecasts
+        said, _, came = right_and_wrong(step)
+        said[0] = 1 - said[0]  # half of the heads are wrong, and repeating is right in three of four
+        last = came.copy()
+        last[0, 0] = (came[0] + 1).max() % EXPERTS
+        control.ended(float(step), said, last, came)
+    assert not control.uses_forecasts
+    assert control.log[0].startswith("after 4 tokens forecasts named 50 %")
 
 
 def test_a_bank_that_saves_less_than_it_costs_is_left_alone() -> None:
@@ -67,7 +81,7 @@ def test_a_bank_that_saves_less_than_it_costs_is_left_alone() -> None:
     for step in range(WINDOW + FIRST_LOOK + 2):
         said, _, came = right_and_wrong(step)
         control.spend(0.01)
-        control.ended(said, (came + 3) % EXPERTS, came, float(step))
+        control.ended(float(step), said, (came + 3) % EXPERTS, came)
     assert not control.uses_forecasts
     assert "forecasts saved about 0.00 ms a token and cost 10.00" in control.log[0]
 
@@ -76,7 +90,7 @@ def test_fixed_is_fixed() -> None:
     control = ForecastControl(cache(), 1000, fixed=5)
     for step in range(100):
         control.ended(
-            right_and_wrong(step)[1], right_and_wrong(step)[2], right_and_wrong(step)[2], float(step)
+            float(step), right_and_wrong(step)[1], right_and_wrong(step)[2], right_and_wrong(step)[2]
         )
     assert control.most == 5
     assert control.uses_forecasts
@@ -122,3 +136,17 @@ def test_the_embedded_bank_saves_misses_and_an_inverted_one_rests_after_four_for
     assert int(control.log[0].split()[1]) <= FIRST_LOOK + 2
     assert hindered.cache.brought.counts.begun <= FIRST_MOST * (FIRST_LOOK + 1)
     assert hindered.cache.counts.misses < 1.3 * without.cache.counts.misses
+
+
+def test_what_a_miss_costs_is_the_slope_of_times() -> None:
+    rng = np.random.default_rng(3)
+    cost = MissCost()
+    assert cost.seconds == 0
+    for _ in range(300):
+        misses = float(rng.integers(5, 30))
+        cost.add(misses, 0.004 + 2e-4 * misses + rng.normal(0, 1e-4))
+    assert cost.seconds == pytest.approx(2e-4, rel=0.15)
+    same = MissCost()
+    for _ in range(300):
+        same.add(7.0, 0.005 + rng.normal(0, 1e-4))
+    assert same.seconds == 0  # all alike: nothing is said

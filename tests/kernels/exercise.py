@@ -77,6 +77,33 @@ class Exercise:
                 )
                 assert torch.isfinite(y).all()
 
+    def head_features(self) -> None:
+        """Every block of inputs, of heads whose neighbours below do not all exist, in buffers of exactly their size."""
+        for layers, heads, hidden, experts, top_k, width in (
+            (1, [0], 1, 1, 1, 0),
+            (7, [0, 3, 6], 33, 12, 3, 5),
+        ):
+            inputs = 2 * hidden + 13 * experts + 1 + 2 * width
+            arrays = [torch.tensor(one, dtype=torch.int32) for one in (heads, list(range(9)), [0] * layers)]
+            what = self.native.HeadFeatures(
+                heads=arrays[0].data_ptr(), blocks=arrays[1].data_ptr(), no_logits=arrays[2].data_ptr(), head_count=len(heads),
+                block_count=9, hidden=hidden, experts=experts, top_k=top_k, table_width=width, inputs=inputs,
+            )  # fmt: skip
+            state, logits, prior = (
+                torch.randn(layers, hidden),
+                torch.randn(layers, experts),
+                torch.rand(len(heads), experts),
+            )
+            ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(layers)]).int()
+            row = torch.randn(width).bfloat16()
+            x, base = torch.empty(len(heads), inputs).bfloat16(), torch.empty(len(heads), hidden).bfloat16()
+            for previous in (0, ids.data_ptr()):
+                self.runtime.head_features(
+                    what, state.data_ptr(), logits.data_ptr(), ids.data_ptr(), previous, prior.data_ptr(), row.data_ptr(),
+                    row.data_ptr(), 0.5, x.data_ptr(), base.data_ptr(),
+                )  # fmt: skip
+                assert torch.equal(base, state[heads].half().bfloat16())
+
     def score_heads(self) -> None:
         """Banks whose features, hidden size, experts and rows end anywhere."""
         for heads, features, width, hidden, experts, groups in (
@@ -218,16 +245,17 @@ class Exercise:
                     self.weight(*shape, kind) for shape in ((inter, hidden), (inter, hidden), (hidden, inter))
                 ]
                 rows.append([data for data, _ in weights] + [scale for _, scale in weights])
+            table = torch.tensor(rows)
             layer = self.native.ExpertLayer(
-                experts=self.keep(torch.tensor(rows)), format=kind, hidden=hidden, inter=inter,
+                experts=self.keep(table), format=kind, hidden=hidden, inter=inter,
                 shared_gate=self.matrix(shared, hidden, kind), shared_up=self.matrix(shared, hidden, kind),
                 shared_down=self.matrix(hidden, shared, kind),
             )  # fmt: skip
             for tokens in TOKENS:
-                self._route_and_run(router, layer, hidden, experts, top_k, tokens)
+                self._route_and_run(router, layer, table, hidden, experts, top_k, tokens)
 
     def _route_and_run(
-        self, router: Any, layer: Any, hidden: int, experts: int, top_k: int, tokens: int
+        self, router: Any, layer: Any, table: Tensor, hidden: int, experts: int, top_k: int, tokens: int
     ) -> None:
         x, normed, logits = (
             torch.randn(tokens, hidden),
@@ -259,7 +287,17 @@ class Exercise:
         layers.add(mixer, router, layer)
         layers.add(mixer, router, layer)
         step.look_ahead(said.data_ptr())
+        before = x.clone()
         assert step.run(layers, 0) == 2
+        late, after = int(routed[0, 0, 0]), x.clone()
+        row, table[late] = table[late].clone(), 0
+        x[:] = before
+        assert step.run(layers, 0) == 0
+        assert step.run_ready(layers, 0) > 0
+        table[late] = row
+        assert step.run_ready(layers, 0) == 0
+        assert step.run(layers, 1) == 2
+        assert torch.equal(x, after)
         assert torch.equal(routed[1], ids)
         assert int(said[0].max()) < experts
         for plan in (Plan.per_pair(ids.numpy()), Plan.bucketed(ids.numpy(), 17)):
@@ -315,6 +353,7 @@ def main(folder: str, isas: list[str]) -> None:
         exercise = Exercise(native, isa)
         exercise.coded_rows()
         exercise.score_heads()
+        exercise.head_features()
         for kind in (F8, BF16, F32):
             exercise.linear(kind)
             exercise.delta_net(kind)

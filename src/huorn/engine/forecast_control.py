@@ -3,8 +3,8 @@
 For some tokens now and then it is counted what they save: misses that the best policy without forecasts would have had
 (GhostCache) less those that were left, times what a miss costs, which is the slope of tokens' times over their misses; and what
 they cost: the time that went into them, but for starting copies that were used, which would have been started later without them.
-A bank that saves less than it costs, or names fewer of the experts that come than repeating the last token's would, is left alone,
-then tried again.
+A bank that saves less than it costs, or names fewer of the experts that come than repeating the last token's would, is left
+alone, then tried again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from huorn.experts.cache import ExpertCache
 
-FIRST_LOOK = 4  # forecasts before a bank is judged by what it names
+# Forecasts before a bank is judged by what it names; one that names less than half of what repeating does is judged after each.
+FIRST_LOOK = 4
+SETTLING = 24  # tokens before that in which a moving average of 0.9 comes about
 WINDOW = 32  # tokens of which savings are counted
 BETWEEN = 256  # tokens from one window to the next while forecasts pay
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024  # tokens that a bank is left alone
@@ -102,6 +104,11 @@ class ForecastControl:
         return self._resting <= FIRST_LOOK
 
     @property
+    def follows(self) -> bool:
+        """Whether what layers route matters now: for a forecast, or for the moving average of one that is to come."""
+        return self._resting <= FIRST_LOOK + SETTLING
+
+    @property
     def most(self) -> int:
         """Copies ahead for the next token."""
         if self.cache.prefetch is None:
@@ -113,7 +120,11 @@ class ForecastControl:
         self.spent_s += seconds
 
     def ended(
-        self, said: NDArray[np.float32] | None, last: NDArray[np.int32], came: NDArray[np.int32], now: float
+        self,
+        now: float,
+        said: NDArray[np.float32] | None = None,
+        last: NDArray[np.int32] | None = None,
+        came: NDArray[np.int32] | None = None,
     ) -> None:
         """A decode step is over at `now` (time.perf_counter()): `said` f32 [H, E] was forecast, if anything was; the token before
         used `last` i32 [H, K], this one `came`."""
@@ -124,16 +135,16 @@ class ForecastControl:
         self._then = misses, now
         if then[1]:
             self._miss_cost.add(misses - then[0], now - then[1])
-        if said is not None and self._looks < FIRST_LOOK:
+        if said is not None and last is not None and came is not None and self._looks < FIRST_LOOK:
             self._looks += 1
             self._named += _share_named(said, came)
             self._repeated += float((came[:, :, None] == last[:, None, :]).any(2).mean())
         if self._resting:
             self._rest_on()
-        elif self._looks == FIRST_LOOK and self._named <= self._repeated:
+        elif self._looks and self._named <= (1.0 if self._looks == FIRST_LOOK else 0.5) * self._repeated:
             self._rest(
-                f"forecasts named {100 * self._named / FIRST_LOOK:.0f} % of the experts that came, the last token's "
-                f"were {100 * self._repeated / FIRST_LOOK:.0f} %"
+                f"forecasts named {100 * self._named / self._looks:.0f} % of the experts that came, the last token's "
+                f"were {100 * self._repeated / self._looks:.0f} %"
             )
         else:
             self._weigh(now)

@@ -57,6 +57,9 @@ class Forecaster:
         """The next token of `owner`'s sequence is chosen and not yet read: forecasts what it will use."""
         start = time.perf_counter()
         self.forecast = None
+        if not self.control.follows:
+            self.forget(self._owner)
+            return
         if owner is self._owner and self.control.wants_forecast:
             kept = self._decoder.kept_rows()
             self.forecast = None if kept is None else self._score(kept, next_id)
@@ -67,9 +70,10 @@ class Forecaster:
     def after(self, owner: object, token_id: int) -> None:
         """That token has been read."""
         start = time.perf_counter()
-        kept = self._decoder.kept_rows()
+        kept = self._decoder.kept_rows() if self.control.follows else None
         if kept is None:
             self.forget(owner)
+            self.control.ended(start)
             return
         if owner is not self._owner:
             self._owner, self._sequence = owner, self._new_sequence()
@@ -80,14 +84,15 @@ class Forecaster:
         prior = own.prior.numpy()  # update_prior of reference_scorer.py, to the bit
         prior *= np.float32(self._beta)
         prior[np.arange(len(prior))[:, None], came] += np.float32(1.0 - self._beta)
-        if own.previous is not None:
-            said = None if self.forecast is None else self._probabilities[:, 0].numpy()
-            self.control.ended(said, own.previous.numpy()[self._heads], came, start)
+        said = None if self.forecast is None else self._probabilities[:, 0].numpy()
+        self.control.ended(
+            start, said, None if own.previous is None else own.previous.numpy()[self._heads], came
+        )
         self.control.spend(time.perf_counter() - start)
 
     def forget(self, owner: object) -> None:
         """What `owner` reads next does not follow its last decode step."""
-        if owner is self._owner:
+        if owner is not None and owner is self._owner:
             self._owner = None
             self._cache.foresee(None)
 
