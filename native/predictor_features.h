@@ -98,6 +98,7 @@ static uint16_t* head_inputs(const HeadFeatures& what, const DecodedToken& seen,
         x += experts;
         break;
       case FeatureBlock::Tokens:
+        if (what.table_width == 0) break;
         memcpy(x, seen.token, 2 * static_cast<size_t>(what.table_width));
         x += what.table_width;
         memcpy(x, seen.next_token, 2 * static_cast<size_t>(what.table_width));
