@@ -15,13 +15,22 @@ from torch import Tensor
 
 from huorn import _native
 from huorn.kernels import isa
-from huorn.kernels.huge_pages import HugePages
+from huorn.kernels.huge_pages import HugePages, padded
 from huorn.predictor.bank_files import int8_bank
 from huorn.predictor.native_scorer import NativeScorer
 
 FEATURES, HIDDEN, EXPERTS, GROUPS = 7489, 2048, 256, 3
 # More than any level-3 cache. A token reads as much between two calls; small banks would be read from the cache otherwise.
 BLOCK_BYTES = 1 << 30
+
+
+def on_huge_pages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Where an engine has them (huorn.predictor.served_bank)."""
+    room = HugePages(sum(padded(tensor.nbytes) for tensor in tensors.values()))
+    return {
+        name: room.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        for name, tensor in tensors.items()
+    }
 
 
 def random_bank(heads: int, width: int) -> dict[str, Tensor]:
@@ -39,7 +48,7 @@ def random_bank(heads: int, width: int) -> dict[str, Tensor]:
 def measure(heads: int, width: int, block: Tensor, runtime: _native.Runtime, rounds: int) -> None:
     """Prints one line; the loop reads `block` before each call that it judges, and leaves nothing of the bank in a cache."""
     torch.manual_seed(0)
-    scorer = NativeScorer(random_bank(heads, width), runtime)
+    scorer = NativeScorer(on_huge_pages(random_bank(heads, width)), runtime)
     x, base = torch.randn(heads, FEATURES).bfloat16(), torch.randn(heads, HIDDEN).bfloat16()
     loop, calls, again, shares = list[float](), list[float](), list[float](), list[float]()
     for _ in range(rounds):

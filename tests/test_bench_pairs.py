@@ -13,7 +13,8 @@ from huorn.assets import EMBEDDED_MODEL
 from huorn.bench.arms import ARMS, ArmResult, ArmRun, uses_bank
 from huorn.bench.pairs import NOISE, Comparison, Pair, gate, interval, run_pairs
 from huorn.bench.pairs_report import limit_ratio, markdown
-from huorn.errors import HuornError
+from huorn.bench.run_log import RunLog
+from huorn.errors import HuornError, UsageError
 from tests.e2e.command_line import assert_one_sentence, huorn
 
 PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts.jsonl"
@@ -88,6 +89,33 @@ def test_one_differing_token_ends_it() -> None:
         run_pairs([run("engine"), run("engine+both")], 1, ["a"], execute, lambda *_: None, lambda *_: None)
 
 
+def test_an_interrupted_benchmark_goes_on(tmp_path: Path) -> None:
+    arms, prompts, whole = [run("engine"), run("engine+both")], ["a", "b"], Engine(engine=10.0, both=12.0)
+    want = run_pairs(arms, 2, prompts, whole, lambda *_: None, lambda *_: None)
+
+    class Interrupted(Engine):
+        def __call__(self, one: ArmRun) -> ArmResult:
+            if len(self.asked) == 3:
+                raise KeyboardInterrupt
+            return super().__call__(one)
+
+    first, second = Interrupted(engine=10.0, both=12.0), Engine(engine=10.0, both=12.0)
+    log = RunLog(tmp_path / "runs.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        run_pairs(arms, 2, prompts, lambda one: log.get(one, first), lambda *_: None, lambda *_: None)
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"run": {"arm"')  # killed while it wrote
+    log = RunLog(tmp_path / "runs.jsonl")
+    found = run_pairs(arms, 2, prompts, lambda one: log.get(one, second), lambda *_: None, lambda *_: None)
+    assert found == want
+    assert [*first.asked, *second.asked] == whole.asked
+    with pytest.raises(UsageError, match="holds runs of another command"):
+        RunLog(tmp_path / "runs.jsonl").get(run("plain"), second)
+    (tmp_path / "runs.jsonl").write_text("[]\n")
+    with pytest.raises(UsageError, match="is damaged"):
+        RunLog(tmp_path / "runs.jsonl")
+
+
 def test_the_gate() -> None:
     assert gate(result(1, peak=1000), result(1, peak=1010), 10_000, True) is None
     assert "peak memory 1,000 and 1,011" in str(
@@ -160,6 +188,7 @@ def test_the_command_writes_page_numbers_and_picture(tmp_path: Path) -> None:
     assert not gains or said["gain"] == pytest.approx(median(gains))
     assert "The tokens of every prompt were equal in all arms." in done.stdout
     assert (out / "pairs.md").read_text().strip() in done.stdout.strip()
+    assert not (out / "runs.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,8 @@ def bench_pairs(
     context: opt.ContextTokens = 1024,
     threads: opt.Threads = None,
 ) -> None:
-    """Compare arms of the engine in matched pairs, in equal memory; one differing token ends it."""
+    """Compare arms of the engine in matched pairs, in equal memory; one differing token ends it. Resumes where it was
+    interrupted."""
     from huorn.commands.bench_pairs import PairsRequest
     from huorn.commands.bench_pairs import bench_pairs as command
     from huorn.engine.forecasting import Forecasting

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 _LONGEST_MESSAGE = 600
 
 
@@ -17,6 +22,13 @@ def one_line(text: str) -> str:
 def reason(error: Exception) -> str:
     """Why, in a few words: the system's own for an OSError, without its number and its path, which the sentence names."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def first_problem(error: ValidationError) -> str:
+    """Where a value is wrong, and why: the first of Pydantic's problems."""
+    first = error.errors()[0]
+    where, what = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
+    return f"{where}: {what}" if where else what
 
 
 class HuornError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -36,15 +37,14 @@ def session() -> Session:
     return Session.open(None, 512, residency=Residency(slots=0.25, forecasting=Forecasting(fixed=24)))
 
 
-def decoded(session: Session) -> tuple[list[int], list[np.ndarray | None]]:
+def decoded(session: Session, forecasts: bool = True) -> tuple[list[int], list[np.ndarray | None]]:
     """Greedy ids behind PROMPT, and the forecast that was made before each of them was read."""
-    assert session.forecaster is not None
     state, ids, made = session.new_state(), list(PROMPT), list[np.ndarray | None]()
     token = state.read(PROMPT)
     for _ in range(STEPS):
         ids.append(int(token.full().argmax()))
         token = state.decode(ids[-1])
-        said = session.forecaster.forecast
+        said = session.forecaster.forecast if session.forecaster is not None and forecasts else None
         made.append(None if said is None else said.copy())
     return ids[len(PROMPT) :], made
 
@@ -150,6 +150,19 @@ def test_an_id_without_a_row_has_no_forecast(session: Session) -> None:
         assert forecaster.forecast is None
     finally:
         table.shape = (4096, table.shape[1])
+
+
+def test_a_bank_that_can_not_be_read_any_more_ends_forecasts_and_no_request(copied: Path) -> None:
+    session = Session.open(None, 512, residency=Residency(slots=0.25, forecasting=Forecasting(str(copied))))
+    whole = decoded(
+        Session.open(None, 512, residency=Residency(slots=0.25, forecasting=Forecasting(OFF))), False
+    )
+    os.truncate(copied / "model.safetensors", 4096)
+    assert decoded(session, False) == whole
+    assert session.forecaster is not None
+    [line] = session.forecaster.control.log
+    assert "the bank can not be read" in line
+    assert line.endswith("no more forecasts")
 
 
 @pytest.fixture

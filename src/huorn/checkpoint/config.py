@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from huorn.checkpoint.fp8 import BLOCK
-from huorn.errors import CheckpointError
+from huorn.errors import CheckpointError, first_problem
 
 LayerType = Literal["linear_attention", "full_attention"]
 
@@ -151,10 +151,7 @@ def read_config(directory: Path) -> ModelConfig:
     try:
         return ModelConfig(**fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise CheckpointError(f"{path}: {where + ': ' if where else ''}{reason}") from error
+        raise CheckpointError(f"{path}: {first_problem(error)}") from error
 
 
 def _first(name: str, *sources: dict[str, Any], default: Any = None) -> Any:

@@ -12,6 +12,7 @@ from huorn.bench.arms import ARMS, MMAP, ArmResult, ArmRun, run_arm, uses_bank
 from huorn.bench.memory_group import MemoryGroup
 from huorn.bench.pairs import gate, run_pairs
 from huorn.bench.pairs_report import JSON, as_json, markdown, write_report
+from huorn.bench.run_log import RunLog
 from huorn.checkpoint.reader import Checkpoint
 from huorn.commands.output import note, write_json
 from huorn.commands.progress import step_progress
@@ -24,6 +25,8 @@ from huorn.experts.store import ExpertStore
 from huorn.machine.page_cache import cached_bytes, drop_pages
 from huorn.machine.speed import measure_disk_read
 from huorn.model.precision import Precision
+
+RUNS = "runs.jsonl"  # while the pairs are not finished
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class PairsRequest:
 
 
 def bench_pairs(directory: Path | None, asked: PairsRequest) -> None:
-    """Run the pairs, print the page and write it down."""
+    """Run the pairs, print the page and write it down. An interrupted call goes on with the runs that it has made."""
     directory = existing_model(directory)
     _check(asked)
     prompts = read_prompts(asked.prompts)
@@ -56,6 +59,7 @@ def bench_pairs(directory: Path | None, asked: PairsRequest) -> None:
         asked.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {asked.out} can not be made: {reason(error)}") from error
+    log = RunLog(asked.out / RUNS)
     limit = next(run for run in runs if run.arm != MMAP).memory_bytes if MMAP in asked.arms else None
     disk_bytes_s = asked.link_bytes_s
 
@@ -82,7 +86,7 @@ def bench_pairs(directory: Path | None, asked: PairsRequest) -> None:
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     settings = {"command": command, **runs[0].model_dump(mode="json", exclude={"prompts"})}
     with step_progress("pairs") as progress:
-        found = run_pairs(runs, asked.pairs, prompts, execute, judge, progress)
+        found = run_pairs(runs, asked.pairs, prompts, lambda run: log.get(run, execute), judge, progress)
     write_json(asked.out / JSON, as_json(settings, runs[0].arm, found))
     print(markdown(title, command, runs[0].arm, found))
     for comparison in found:
@@ -91,6 +95,7 @@ def bench_pairs(directory: Path | None, asked: PairsRequest) -> None:
                 note(f"void, {comparison.arm}, pair {pair.number}: {pair.void}")
     for path in write_report(asked.out, title, command, runs[0].arm, found):
         note(f"written to {path}")
+    log.remove()
 
 
 def _check(asked: PairsRequest) -> None:

@@ -9,6 +9,7 @@ alone, then tried again.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,10 +26,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 64, 1024  # tokens that a bank is left alone
 FIRST_MOST = 8  # copies ahead per token at the start
 REMEMBERED = 64  # tokens that say what a miss costs
 EVERY = 8  # tokens after which the number of copies follows what became of them
-MOST_USED, FEW_USED = (
-    0.3,
-    0.1,
-)  # shares of copies ahead that were used: twice as many copies from, half as many below
+# Shares of copies ahead that were used: twice as many copies above the first, half as many below the second.
+MOST_USED, FEW_USED = 0.3, 0.1
 
 
 def copies_in_idle_time(seconds: float, demand_bytes: float, bandwidth: float, expert_bytes: int) -> float:
@@ -210,6 +209,12 @@ class ForecastControl:
             else:
                 self._most, self._until_window, self._last = float(FIRST_MOST), 0, None
                 self._say("forecasts are used again")
+
+    def give_up(self, why: str) -> None:
+        """No forecast can be made any more."""
+        self._rest(None)
+        self._resting = sys.maxsize
+        self._say(f"{why}: no more forecasts")
 
     def _rest(self, why: str | None) -> None:
         if why is not None:

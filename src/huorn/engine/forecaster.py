@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from huorn.engine.forecast_control import ForecastControl
+from huorn.errors import CheckpointError
 from huorn.experts.cache import ExpertCache
 from huorn.experts.foresight import Forecast
 from huorn.model.cpu_decoder import CpuDecoder, KeptRows
@@ -39,7 +40,7 @@ class Forecaster:
     def __init__(
         self, bank: ServedBank, decoder: CpuDecoder, cache: ExpertCache, control: ForecastControl
     ) -> None:
-        """The bank's heads are copied into memory of the scorer's own."""
+        """`control` decides what a forecast may move; the heads stay where `bank` has them."""
         self.control = control
         self._decoder, self._cache = decoder, cache
         self._features = NativeFeatures(bank.config, decoder.runtime)
@@ -102,7 +103,11 @@ class Forecaster:
     def _score(self, kept: KeptRows, next_id: int) -> Forecast | None:
         """f32 [layers, 3, experts], NaN where there is no head; None where features have no value. Valid until the next."""
         own = self._sequence
-        rows = self._rows.of(own.token), self._rows.of(next_id)
+        try:
+            rows = self._rows.of(own.token), self._rows.of(next_id)
+        except CheckpointError as error:  # a bank moves bytes only: what is wrong with it ends no request
+            self.control.give_up(f"the bank can not be read ({error})")
+            return None
         if own.routed is None or rows[0] is None or rows[1] is None:
             return None
         self._features.assemble(

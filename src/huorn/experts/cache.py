@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator
@@ -13,16 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from huorn import _native
-from huorn.errors import CheckpointError
+from huorn.experts.copies import CacheCounts, Copies
 from huorn.experts.foresight import Forecast, ForecastPolicy
 from huorn.experts.ghost import GhostCache
 from huorn.experts.policy import Policy
 from huorn.experts.prefetch import Brought, PrefetchRule
-from huorn.experts.reader import ReaderLike, read_error
+from huorn.experts.reader import ReaderLike
 from huorn.experts.slots import Slots, SlotState
 from huorn.experts.store import ExpertStore
-from huorn.kernels.operand import F8
 
 # Copies of one layer call under way at once. One of 3 MB keeps the disk busy for 2 ms; more than these would only take slots from
 # experts that are still to be used.
@@ -31,25 +28,9 @@ AHEAD = 8
 # copied while this one computes, and at most this many of them: 96 MB, what the disk gives while attention runs.
 STREAM_TOKENS = 64
 STREAM_AHEAD = 32
-# Of experts that the next layer's router names when it reads this layer's input, so many are used: from 0.8 (seedling) up.
+# The share of experts that are used of those that the next layer's router names when it reads this layer's input: 0.81 in
+# seedling (docs/predictor.md).
 LOOKAHEAD_LIKELY = 0.8
-
-
-@dataclass
-class CacheCounts:
-    """What happened so far. A lookup is one distinct expert of one layer call."""
-
-    hits: int = 0
-    loading_hits: int = 0  # found while a copy that nobody waited for was under way
-    misses: int = 0
-    copies: int = 0  # that landed
-    bytes_copied: int = 0  # of experts, without slack
-    wait_s: float = 0.0  # spent waiting for copies with nothing else to do
-
-    @property
-    def lookups(self) -> int:
-        """hits + loading_hits + misses."""
-        return self.hits + self.loading_hits + self.misses
 
 
 @dataclass(eq=False)
@@ -70,24 +51,19 @@ class ExpertCache:
 
     def __post_init__(self) -> None:
         """Opens the files for the reader. OSError."""
-        self._files = [self.reader.add_file(str(path)) for path in self.store.files]
+        self._copies = Copies(self.store, self.slots, self.policy, self.reader, self.counts)
         self._experts = self.store.checkpoint.config.num_experts
         self._layers = self.store.checkpoint.config.num_hidden_layers
-        self._looked_at = np.zeros(self._experts * self._layers, dtype=bool)
         # Keys of the layer call at hand that are not computed yet: they keep their slots. Who else does while others can go.
         self._needed: set[int] = set()
         self._spared: tuple[Container[int], ...] = ()
-        # Keys under way that nobody waits for, in the order of submission.
-        self._prefetching: dict[int, None] = {}
-        # Keys under way: the policy counts their slots, and nobody can have them.
-        self._loading: set[int] = set()
         self._ghost: GhostCache | None = None
         self._likely: NDArray[np.float32] | None = None  # of use by the token at hand, by layer and expert
 
     @property
     def direct(self) -> bool:
         """Whether all files are read past the page cache."""
-        return all(self.reader.direct(file) for file in self._files)
+        return self._copies.direct
 
     @property
     def format(self) -> int:
@@ -142,11 +118,11 @@ class ExpertCache:
         have routed the token at hand."""
         layer = key // self._experts
         if not self.slots.free:
-            victim = self.policy.victim(layer, _Either(protected, self._loading))
+            victim = self.policy.victim(layer, _Either(protected, self._copies.loading))
             if victim is None or self._is_likelier(victim, key, likely, running):
                 return False
-            self._leave(victim)
-        self._submit(key, demand=False)
+            self._copies.leave(victim)
+        self._copies.start(key, demand=False)
         self.brought.add(layer, key)
         return True
 
@@ -164,8 +140,8 @@ class ExpertCache:
 
     def _take_back(self, keys: Iterable[int]) -> None:
         for key in keys:
-            if self.slots.state(key) is SlotState.LOADING and self.reader.cancel(key):
-                self._leave(key)
+            if key in self._copies.loading:
+                self._copies.take_back(key)
 
     def _look_ahead(self, layer: int, said: NDArray[np.int32]) -> None:
         """Starts copies of what `layer`, the next one, is about to choose."""
@@ -196,15 +172,13 @@ class ExpertCache:
         resident = [key for key, state in keys.items() if state is SlotState.READY]
         loading = [key for key, state in keys.items() if state is SlotState.LOADING]
         empty = [key for key, state in keys.items() if state is SlotState.EMPTY]
-        missing = deque(
-            sorted(empty, key=lambda key: (counts[key - first], -key))
-        )  # the busiest last: they stay
+        # The busiest last: they stay.
+        missing = deque(sorted(empty, key=lambda key: (counts[key - first], -key)))
         self.counts.hits += len(resident)
         self.counts.loading_hits += len(loading)
         self.counts.misses += len(missing)
         for key in loading:
-            self.reader.promote(key)
-            self._prefetching.pop(key, None)
+            self._copies.promote(key)
         self._needed, touched = set(keys), set(keys)
         self._spared = _Either(touched, self.brought), touched, self._needed
         if self.brought:
@@ -215,7 +189,11 @@ class ExpertCache:
             self._demand(layer, missing, waiting)
             if said is not None:
                 self._look_ahead(layer + 1, said)
-            while not self.overlap and waiting and (landed := waiting.intersection(self._collect(None))):
+            while (
+                not self.overlap
+                and waiting
+                and (landed := waiting.intersection(self._copies.collect(True, self._needed)))
+            ):
                 resident += landed
                 waiting -= landed
                 self._demand(layer, missing, waiting)
@@ -225,7 +203,7 @@ class ExpertCache:
                 self._demand(layer, missing, waiting)
                 if streaming and not missing:
                     self._stream(layer + 1)
-                landed = waiting.intersection(self._collect(None))
+                landed = waiting.intersection(self._copies.collect(True, self._needed))
                 waiting -= landed
                 lost = {key for key in waiting if self.slots.state(key) is SlotState.EMPTY}
                 missing.extend(lost)
@@ -244,18 +222,18 @@ class ExpertCache:
         best = np.argsort(-scores.ravel(), kind="stable")[: self.slots.free].tolist()
         for key in best:
             if scores.flat[key] > 0 and self.slots.state(key) is SlotState.EMPTY:
-                self._submit(key, demand=False)
+                self._copies.start(key, demand=False)
 
     def settle(self) -> None:
         """Takes note of copies that have landed since the last call. CheckpointError never: nobody waits for them."""
-        self._collect(0.0)
+        self._copies.collect(False)
 
     def _demand(self, layer: int, missing: deque[int], waiting: set[int]) -> None:
         """Starts copies of what is missing, in order, as far as AHEAD and slots allow."""
         most = AHEAD if self.overlap else 1
         while missing and len(waiting) < most and self._make_room(layer, *self._spared):
             key = missing.popleft()
-            self._submit(key, demand=True)
+            self._copies.start(key, demand=True)
             waiting.add(key)
 
     def _stream(self, coming: int) -> None:
@@ -264,12 +242,12 @@ class ExpertCache:
         keep = _Kept(self._needed, coming, self._experts)
         most = min(STREAM_AHEAD, self.slots.count // 4)
         for key in range(coming * self._experts, (coming + 1) * self._experts):
-            if len(self._prefetching) >= most:
+            if len(self._copies.ahead) >= most:
                 return
             if self.slots.state(key) is SlotState.EMPTY:
-                if not self._make_room(coming - 1, keep, keep):
+                if not self._make_room(coming - 1, keep):
                     return
-                self._submit(key, demand=False)
+                self._copies.start(key, demand=False)
 
     def _make_room(self, layer: int, *protected: Container[int]) -> bool:
         """Whether a slot is free, if need be after the policy's victim has left one, or a copy that nobody waits for and that has
@@ -277,106 +255,22 @@ class ExpertCache:
         if self.slots.free:
             return True
         for some in protected:
-            victim = self.policy.victim(layer, _Either(some, self._loading))
+            victim = self.policy.victim(layer, _Either(some, self._copies.loading))
             if victim is not None:
-                self._leave(victim)
+                self._copies.leave(victim)
                 return True
             if self._cancel_one():
                 return True
         return False
 
-    def _leave(self, key: int) -> None:
-        """The slot of an expert, to which no copy writes any more, is free."""
-        self.policy.drop(key)
-        self._loading.discard(key)
-        self._prefetching.pop(key, None)
-        self.slots.clear(key)
-
     def _cancel_one(self) -> bool:
         """Whether the last prefetch that had not started yet was taken back. Those that had are dropped too: their slots come
         free when the reader says so."""
-        for key in reversed(list(self._prefetching)):
-            if self.reader.cancel(key):
+        for key in reversed(list(self._copies.ahead)):
+            if self._copies.take_back(key):
                 self.brought.discard(key)
-                self._leave(key)
                 return True
         return False
-
-    def _submit(self, key: int, demand: bool) -> None:
-        start = self.slots.load(key)
-        self.policy.admit(key)
-        self._loading.add(key)
-        runs = [
-            (self._files[run.file], run.offset, run.nbytes, start + run.place) for run in self.store.runs[key]
-        ]
-        self.reader.submit(key, runs, demand)
-        if not demand:
-            self._prefetching[key] = None
-
-    def _collect(self, timeout_s: float | None) -> list[int]:
-        """Keys whose copies have landed; with None waits until at least one has.
-
-        CheckpointError when a copy that is needed failed, after all that came with it were dealt with. One that nobody waits for
-        is forgotten: should it be needed, it fails then.
-        """
-        start = time.perf_counter()
-        done = self.reader.wait(0.0 if timeout_s is None else timeout_s)
-        while timeout_s is None and not done:
-            if not self.reader.in_flight:
-                self._forget_lost()
-                return []
-            done = self.reader.wait(1.0)
-        if timeout_s is None:
-            self.counts.wait_s += time.perf_counter() - start
-        landed, failure = [], None
-        for key, error, file, offset in done:
-            if error == errno.ECANCELED:
-                # Dropped in mid-copy; who came to need it meanwhile finds it EMPTY and asks again.
-                self._leave(key)
-                continue
-            if error:
-                found: CheckpointError | None = read_error(
-                    self.store.files[file], self.store.name(key), error, offset
-                )
-            else:
-                found = self._damage(key)
-            if found is None:
-                self._loading.discard(key)
-                self._prefetching.pop(key, None)
-                self.slots.ready(key)
-                self.counts.copies += 1
-                self.counts.bytes_copied += sum(self.store.part_bytes)
-                landed.append(key)
-                continue
-            self._leave(key)
-            if key in self._needed:
-                failure = found
-        if failure is not None:
-            raise failure
-        return landed
-
-    def _forget_lost(self) -> None:
-        """Empties slots whose copy has ended without this thread having heard: Ctrl-C can come between the reader's answer and
-        its first line here."""
-        for key in self.slots.loading():
-            self._leave(key)
-
-    def _damage(self, key: int) -> CheckpointError | None:
-        """An error when an expert that lands for the first time holds a NaN code. Later landings are the same bytes: the reader
-        says when a file has changed."""
-        if self.format != F8 or self._looked_at[key]:
-            return None
-        start = self.slots.address(key)
-        for place, nbytes, part in zip(
-            self.store.parts[key].tolist(), self.store.part_bytes, range(3), strict=True
-        ):
-            if _native.has_nan_code(start + place, nbytes):
-                stored = self.store.checkpoint.expert_parts(*divmod(key, self._experts))[part]
-                return CheckpointError(
-                    f"{stored.file}: {stored.name} holds the NaN code of FP8 (0x7F or 0xFF); the file is damaged"
-                )
-        self._looked_at[key] = True
-        return None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from huorn.checkpoint.reader import Checkpoint
 from huorn.checkpoint.shards import INDEX
-from huorn.errors import CheckpointError, UsageError, reason
+from huorn.errors import CheckpointError, UsageError, first_problem, reason
 from huorn.files import write_atomically
 
 _LARGEST = 64 * 2**20  # bytes; 40 layers of 256 experts take 0.2 MB
@@ -102,10 +102,8 @@ def load_warm(path: Path, identity: CheckpointIdentity) -> NDArray[np.float64]:
     try:
         content = _WarmFile.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
         raise UsageError(
-            f"{path} is damaged or no warm start file ({where + ': ' if where else ''}{first['msg']}); {_WHAT_TO_DO}"
+            f"{path} is damaged or no warm start file ({first_problem(error)}); {_WHAT_TO_DO}"
         ) from error
     _refuse_other(path, content.checkpoint, identity)
     if [len(row) for row in content.scores] != [identity.experts] * identity.layers:

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from huorn.checkpoint.fingerprint import model_fingerprint
 from huorn.checkpoint.reader import Checkpoint
-from huorn.errors import UsageError, reason
+from huorn.errors import UsageError, first_problem, reason
 from huorn.predictor.bank_files.bank_loader import CONFIG, MODEL, load
 from huorn.predictor.bank_files.reference_scorer import Bank
 from huorn.predictor.bank_files.spec import BaseModelShape
@@ -35,8 +35,6 @@ def open_bank(folder: Path) -> Bank:
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder} is no expert-predictor bank: {reason(error)}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{folder / CONFIG} is damaged: {where}: {first['msg']}") from error
+        raise UsageError(f"{folder / CONFIG} is damaged: {first_problem(error)}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{folder} is damaged or of another kind: {str(error).splitlines()[0]}") from error

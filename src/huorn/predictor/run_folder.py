@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from huorn.errors import UsageError, reason
+from huorn.errors import UsageError, first_problem, reason
 from huorn.files import write_atomically, write_bytes_atomically
 from huorn.predictor.bank_files.spec import BaseModelShape, FeatureContract
 
@@ -121,9 +121,7 @@ def read_run(run: Path) -> RunSpec:
     except OSError as error:
         raise UsageError(f"{run} is no training run: {path} can not be read: {reason(error)}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{path} is damaged: {where}: {first['msg']}") from error
+        raise UsageError(f"{path} is damaged: {first_problem(error)}") from error
     except (ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path} is damaged: it is no JSON object of a run") from error
 

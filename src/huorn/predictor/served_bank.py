@@ -13,7 +13,7 @@ from torch import Tensor
 from huorn.checkpoint.reader import Checkpoint
 from huorn.checkpoint.row_table import RowTable
 from huorn.checkpoint.safetensors_file import SafetensorsFile
-from huorn.errors import CheckpointError, UsageError, reason
+from huorn.errors import CheckpointError, UsageError, first_problem, reason
 from huorn.kernels.huge_pages import HugePages, padded
 from huorn.predictor.bank_files.bank_loader import CONFIG, MODEL, tensor_shapes, to_int8
 from huorn.predictor.bank_files.reference_scorer import Bank
@@ -87,9 +87,7 @@ def read_bank_config(folder: Path) -> BankConfig:
     except OSError as error:
         raise UsageError(f"{folder} is no expert-predictor bank: {reason(error)}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{path} is damaged or of another kind: {where}: {first['msg']}") from error
+        raise UsageError(f"{path} is damaged or of another kind: {first_problem(error)}") from error
 
 
 def served_bytes(config: BankConfig) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from huorn.errors import TraceError, reason
+from huorn.errors import TraceError, first_problem, reason
 from huorn.files import write_atomically
 from huorn.trace.layout import (
     MANIFEST,
@@ -200,7 +200,4 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        what = first["msg"].removeprefix("Value error, ")
-        raise TraceError(f"{path} is damaged: {where + ': ' if where else ''}{what}") from error
+        raise TraceError(f"{path} is damaged: {first_problem(error)}") from error
